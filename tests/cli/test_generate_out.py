@@ -1,4 +1,4 @@
-"""`regard generate --out`: the output of stdout, in a file, however often it was killed and whoever wrote it."""
+"""`regard generate --out` writes the output of stdout to a file, with any number of kills and processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(path: Path, name: str, data: str, *options: object) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run for every task that reads lines, with 90 lines for each."""
+    """A run and 90 input lines for every task that reads lines."""
     path, draw = tmp_path_factory.mktemp("out"), random.Random(3)
     topics = "".join(f"{'ab ' * n}\t{'long' if n > 3 else 'short'}\n" for n in range(1, 9))
     words = BOOK.split()
@@ -64,7 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_file_has_the_output_and_the_remarks_of_stdout(runs: dict[str, Path], tmp_path: Path, case: str) -> None:
+def test_output_and_messages_are_those_of_stdout(runs: dict[str, Path], tmp_path: Path, case: str) -> None:
     task, file, options = CASES[case]
     command = ["generate", runs[task], runs["files"] / file, "--window", 7, *options]
     printed = call(*command)
@@ -75,7 +75,9 @@ def test_a_file_has_the_output_and_the_remarks_of_stdout(runs: dict[str, Path], 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_does_not_go_with_a_file(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_conflict_with_out_are_refused(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words, out = runs["files"] / "words", tmp_path / "out"
     for options, message in (
         ([words, "--out", out, "--stream"], "--stream: cannot be combined with --out"),
@@ -124,8 +126,10 @@ def start(*command: object, **environment: str) -> subprocess.Popen[bytes]:
 
 
 def killed_until_done(command: list[object], state: Path, kills: int, group: bool) -> int:
-    """Start a command again and again, killed at a random moment after its next shard -> how often it was killed."""
-    draw, killed = random.Random(os.getpid()), 0
+    """Restart a command until it finishes, killing it at random times after a new shard -> the number of kills."""
+    seed, killed = os.getpid(), 0
+    print(f"seed {seed}")
+    draw = random.Random(seed)
     while True:
         process = start(*command)
         before, deadline = len(list(state.glob("*.shard"))), time.monotonic() + 200
@@ -147,7 +151,7 @@ def killed_until_done(command: list[object], state: Path, kills: int, group: boo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--beam", 4, "--nbest", 2], ["--json", "--workers", 2, "--batch-tokens", 40]])
-def test_killed_at_random_moments_it_ends_with_the_same_bytes(
+def test_a_command_killed_at_random_times_writes_the_same_bytes(
     runs: dict[str, Path], tmp_path: Path, options: list[object]
 ) -> None:
     words = tmp_path / "words"
@@ -165,7 +169,7 @@ def torchrun(ranks: int) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "file", "options"), [CASES[name] for name in ("nbest", "json", "labels")])
-def test_ranks_write_what_one_process_writes(
+def test_ranks_write_the_same_as_one_process(
     runs: dict[str, Path], tmp_path: Path, task: str, file: str, options: list[object]
 ) -> None:
     command = ["generate", runs[task], runs["files"] / file, "--window", 7, *options]
@@ -181,7 +185,7 @@ def test_ranks_write_what_one_process_writes(
 
 
 @pytest.mark.slow
-def test_a_refusal_of_the_first_rank_is_told_once(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_an_error_of_the_first_rank_is_reported_once(runs: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "out.shards").mkdir()
     (tmp_path / "out.shards/letter").touch()
     process = start(*torchrun(2), "generate", runs["pairs"], runs["files"] / "words", "--out", tmp_path / "out")
@@ -190,7 +194,7 @@ def test_a_refusal_of_the_first_rank_is_told_once(runs: dict[str, Path], tmp_pat
 
 
 @pytest.mark.slow
-def test_ranks_that_are_killed_end_with_the_same_bytes(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_killed_ranks_write_the_same_bytes(runs: dict[str, Path], tmp_path: Path) -> None:
     words = tmp_path / "words"
     words.write_text("".join(f"{word}\n" for word in toy_words(1000, 5)))
     command = ["generate", runs["pairs"], words, "--window", 25, "--beam", 4, "--json"]
@@ -201,8 +205,8 @@ def test_ranks_that_are_killed_end_with_the_same_bytes(runs: dict[str, Path], tm
 
 
 @pytest.mark.slow
-def test_the_first_rank_takes_over_what_a_dead_one_has_claimed(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Without a launcher that would end the others."""
+def test_the_first_rank_takes_over_shards_of_a_dead_rank(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Without a launcher, which would end the other rank."""
     words, out = tmp_path / "words", tmp_path / "out"
     words.write_text("".join(f"{word}\n" for word in toy_words(1000, 5)))
     command = ["generate", runs["pairs"], words, "--window", 25, "--beam", 4]

@@ -1,4 +1,4 @@
-"""Alignment: where the attention says an output token comes from."""
+"""Alignment of outputs with sources by cross-attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_output_token_has_a_distribution_over_the_source(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_does_not_depend_on_the_batch(name: str) -> None:
+def test_alignment_does_not_depend_on_the_batch(name: str) -> None:
     run, texts = run_of(name, 2), sources(3, 5)
     options = Options(alignment=True, max_length=10)
     for text, (together,) in zip(texts, generate(run, texts, options), strict=True):
@@ -45,7 +45,7 @@ def test_it_does_not_depend_on_the_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rnn-luong", "rnn-bahdanau"])
-def test_a_model_that_reads_backwards_is_seen_to(name: str) -> None:
+def test_a_reversing_model_aligns_backwards(name: str) -> None:
     run = trained(name)
     hits = links = 0
     for text in sources(5, 20, 6):
@@ -58,7 +58,7 @@ def test_a_model_that_reads_backwards_is_seen_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_is_the_attention_of_the_step_that_made_the_token(name: str) -> None:
+def test_a_row_is_the_attention_of_the_step_that_chose_the_token(name: str) -> None:
     run = run_of(name, 2)
     source, output = run.codec.encode_source([Example("fade")])[0], run.codec.encode_target(["cabb"])[0]
     (alignment,) = align(run, [source], [output], heads=[(0, 0)])
@@ -73,7 +73,7 @@ def test_a_row_is_the_attention_of_the_step_that_made_the_token(name: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_coverage_ranks_by_the_attention_of_the_whole_path(name: str) -> None:
-    """The value of a finished output, worked out anew from a forced pass over it."""
+    """Compare the value of a finished output with one computed from a forced pass."""
     run, options = run_of(name, 3), Options(beam=4, nbest=4, coverage_penalty=0.7, alignment_heads=((0, 0),))
     engine = TorchEngine(run, options.model_copy(update={"max_length": 9}))
     inputs = engine.prepare(["fade", "cab", "d"])
@@ -102,7 +102,7 @@ def test_heads_are_chosen_by_sharpness_and_coverage() -> None:
         choose_heads(run, [Example("", "")])
 
 
-def test_heads_are_kept_with_the_run(tmp_path: Path) -> None:
+def test_heads_are_stored_in_the_run(tmp_path: Path) -> None:
     run = replace(run_of("transformer-tiny", 1), path=tmp_path)
     assert load_heads(tmp_path) == ()
     save_heads(tmp_path, [(0, 1)])
@@ -124,7 +124,7 @@ def test_heads_can_be_set() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_coverage_penalty_prefers_outputs_that_look_everywhere(name: str) -> None:
+def test_a_coverage_penalty_prefers_outputs_that_attend_to_the_whole_source(name: str) -> None:
     run, texts = run_of(name, 3), sources(4, 12)
     covered = []
     for penalty in (0.0, 20.0):

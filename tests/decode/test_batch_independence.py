@@ -1,4 +1,4 @@
-"""Promise 1: a sentence decodes to the same output and score alone, in a batch, padded, in any order."""
+"""Promise 1: a sentence decodes to the same output and score by itself, in a batch, padded, in any order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def decode(run: Run, texts: list[str], batch_tokens: int = 8192, **settings: obj
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(names, seeds, st.sampled_from(sorted(STRATEGIES)), st.lists(words, min_size=2, max_size=7), st.randoms())
-def test_same_alone_together_and_in_any_order(
+def test_outputs_do_not_depend_on_batch_and_order(
     name: str, seed: int, strategy: str, texts: list[str], rng: random.Random
 ) -> None:
     run, chosen = run_of(name, seed), STRATEGIES[strategy]
@@ -64,7 +64,7 @@ def test_same_in_batches_of_1_7_and_64(name: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_constraints_of_one_line_do_not_reach_another(name: str) -> None:
+def test_constraints_of_one_line_do_not_affect_another(name: str) -> None:
     run, texts = run_of(name, 2), sources(4, 6)
     options = Options(beam=3, nbest=3, max_length=16)
     constraints = [{}, {"prefix": "fa"}, {"require": ("bad",)}, {"forbid": ("a",)}, {"require": ("c", "ee")}, {}]

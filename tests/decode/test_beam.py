@@ -1,4 +1,4 @@
-"""Beam search against what it must equal: greedy search, exhaustive search, itself without early stopping."""
+"""Beam search compared with greedy search, exhaustive search, and beam search without early stopping."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_beam_of_one_is_greedy_search(name: str, seed: int, texts: list[str]) 
 
 
 class CertainScorer(Scorer):
-    """Predicts 4, 5, 6, ... and then the end, and leaves the rest of the probability to all others, ends included."""
+    """Predicts 4, 5, 6, ... and then the end; all other tokens, the end included, share the rest of the probability."""
 
     def __init__(self, length: int, rest: float) -> None:
         self.length, self.rest, self.step_number = length, rest, 0
@@ -118,7 +118,7 @@ def test_a_wide_beam_is_exhaustive_search(
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(names, seeds, st.lists(words, min_size=1, max_size=4), st.sampled_from([0.0, 1.0, 1.5]), st.booleans())
 def test_stopping_early_changes_nothing(name: str, seed: int, texts: list[str], penalty: float, exact: bool) -> None:
-    """With more to keep than can be found, nothing is ever beaten, so the search goes on to its end."""
+    """If the n-best list is longer than the number of outputs, the search never stops early."""
     scorer, inputs = inputs_of(run_of(name, seed), texts, max_length=10)
     early = run_beam(scorer, inputs, width=3, length_penalty=penalty, exact=exact)
     late = run_beam(scorer, inputs, width=3, length_penalty=penalty, exact=exact, keep=1000)
@@ -127,7 +127,7 @@ def test_stopping_early_changes_nothing(name: str, seed: int, texts: list[str], 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nbest_is_in_order_and_all_different(name: str) -> None:
+def test_nbest_outputs_are_ordered_and_distinct(name: str) -> None:
     for exact in (False, True):
         options = Options(beam=6, nbest=6, exact=exact, max_length=12)
         for hypotheses in generate(run_of(name, 2), sources(1, 12), options):
@@ -137,7 +137,7 @@ def test_nbest_is_in_order_and_all_different(name: str) -> None:
 
 
 def test_a_step_does_not_copy_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are never reordered; they move when there is no room for more, which is ever more seldom."""
+    """Keys are never reordered. They are copied only when the cache grows, which becomes less and less frequent."""
     run, copied = run_of("transformer-tiny", 1), []
     scorer, gather = Scorer([run.model]), KV.gather
 
@@ -168,12 +168,12 @@ def test_exact_search_is_never_worse(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_diverse_groups_begin_differently(name: str) -> None:
+def test_diverse_groups_start_with_different_tokens(name: str) -> None:
     run, texts = run_of(name, 1), sources(2, 8)
     alike = list(generate(run, texts, Options(beam=4, nbest=4, groups=2, diversity=0.0, max_length=8)))
     diverse = list(generate(run, texts, Options(beam=4, nbest=4, groups=2, diversity=50.0, max_length=8, min_length=1)))
     narrow = list(generate(run, texts, Options(beam=2, nbest=2, max_length=8)))
-    # Without a cost both groups find what a beam of their width finds; with a high one their first tokens differ.
+    # Without a cost, both groups give the result of a plain beam of their width; with a high cost, first tokens differ.
     assert [[h.ids for h in row] for row in alike] == [[h.ids for h in row] for row in narrow]
     assert all(len({h.ids[0] for h in row}) > 1 for row in diverse)
 

@@ -1,4 +1,4 @@
-"""Classification of texts: every length is answered or flagged, in order, with the same probabilities in any batch."""
+"""Classification: texts of any length are answered or flagged, in order, with the same probabilities in any batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_answers_do_not_depend_on_the_batch_and_come_in_order() -> None:
     assert "4 (max_source)" in flagged.flags["too_long"]
 
 
-def test_labels_may_be_numbers_only() -> None:
+def test_labels_may_be_numbers() -> None:
     run = classifier(LEARNED)
     run.labels = ()
     assert classify(run, ["abc"])[0].label in ("0", "1", "2")

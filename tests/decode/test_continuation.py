@@ -1,4 +1,4 @@
-"""Language models: a prompt in, how it goes on out, with the same promises as for sources."""
+"""Language models: continuations of prompts, with the same guarantees as for sources."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_scores_are_the_models_and_the_batch_does_not_matter(
             (forced,) = score(run, [(text, h.text)])
             assert h.score == pytest.approx(sum(h.token_scores), abs=1e-6)
             assert forced.token_scores[: len(h.ids)] == pytest.approx(h.token_scores, abs=1e-5)
-            # It has ended, or it was stopped; what was stopped is scored without the end that it does not have.
+            # An output that stopped at its limit has no end token, so it is scored without one.
             assert len(forced.tokens) == len(h.ids) + (h.ids[-1:] != (3,))
             assert (h.ids[-1:] == (3,)) or (len(h.ids) == 9 and "max_length" in h.flags)
 
 
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("position", POSITIONS)
-def test_it_is_the_best_token_again_and_again(position: str, frame: str) -> None:
-    """Against the definition: the whole text through the model for every token."""
+def test_greedy_search_takes_the_best_token_at_every_step(position: str, frame: str) -> None:
+    """Compare with a forward pass over the whole text for every token."""
     run = language_model(position, 1, frame)
     for prompt in ("", "fad", "cafebabe"):
         ids, output = prompt_ids(run, prompt), []
@@ -65,8 +65,8 @@ def test_it_is_the_best_token_again_and_again(position: str, frame: str) -> None
         assert "".join(p.text for p in stream(run, prompt, Options(max_length=12))) == found.text
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    """Cut keys are the same as never looking further back, and they are really cut."""
+def test_the_cache_is_bounded_by_the_attention_window() -> None:
+    """Removing keys outside the window does not change outputs, and they are really removed."""
     run = language_model("relative", 2, "none", 4)
     text = "abcdefabcdef"
     (far,), (near,) = generate(run, [text, text[-9:]], Options(max_length=3))  # two layers see 4 + 4 and themselves
@@ -78,7 +78,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert state.length == 13 and all(memory[0].shape[2] == 4 for memory in state.layers)
 
 
-def test_constraints_are_kept() -> None:
+def test_constraints_are_satisfied() -> None:
     run = language_model("rotary", 3)
     requests = [Request("fad", prefix="cc"), Request("", require=("bad",)), Request("ab", forbid=("a", "b"))]
     for chosen in ({}, {"beam": 3}, {"sample": True}):
@@ -106,8 +106,8 @@ def test_a_prompt_and_its_continuation_fit_the_positions() -> None:
 
 
 @pytest.mark.parametrize("chosen", [{}, {"beam": 3}, {"sample": True}])
-def test_a_prompt_that_leaves_little_room_among_many_that_do_not(chosen: dict[str, object]) -> None:
-    """Whoever has come to the end of the positions reads no further, also when it ends long before the others."""
+def test_a_prompt_with_few_positions_left_in_a_batch_of_short_ones(chosen: dict[str, object]) -> None:
+    """A row at its last position is not fed further, even if it ends long before the others."""
     run, long = language_model("learned", 1, "none"), "abcdef" * 6 + "ab"
     options = Options.of(min_ratio=0.05, forbid=("ff",), **chosen)
     others = [Request(text, prefix="abcabcabcabc") for text in ("ab", "fade", "c") * 6]
@@ -116,7 +116,7 @@ def test_a_prompt_that_leaves_little_room_among_many_that_do_not(chosen: dict[st
     assert same(next(generate(run, [long], options)), rows[0])
 
 
-def test_a_hundred_tokens_by_default() -> None:
+def test_the_default_limit_is_a_hundred_tokens() -> None:
     run = language_model("rotary", 0)
     (found,) = next(generate(run, [""], Options(sample=True, min_length=90)))
     assert 90 <= len(found.ids) <= 101
@@ -133,7 +133,7 @@ def test_ensembles() -> None:
         list(generate([one, run_of("transformer-tiny", 0)], ["a"]))
 
 
-def test_what_needs_a_source_or_a_decoder_is_refused() -> None:
+def test_options_that_need_a_source_or_a_decoder_are_refused() -> None:
     run = language_model("rotary", 1)
     for chosen in ({"alignment": True}, {"beam": 2, "coverage_penalty": 0.5}):
         with pytest.raises(UserError, match="language model has no source"):

@@ -1,4 +1,4 @@
-"""CTranslate2 answers as our own search does: the same outputs, scores and flags, in order; no option is ignored."""
+"""CTranslate2 gives the outputs, scores and flags of our own search, in order; no option is ignored."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same(ours: list[list[Hypothesis]], theirs: list[list[Hypothesis]]) -> None:
 
 
 def both(run: Run, inputs: list[Any], **options: Any) -> list[list[Hypothesis]]:
-    """What both give, which must be the same."""
+    """The outputs of both engines, which must be equal."""
     asked = Options.of(**options)
     ours, theirs = TorchEngine(run, asked)(inputs), CTranslate2Engine(run, asked)(inputs)
     same(ours, theirs)
@@ -59,7 +59,7 @@ def both(run: Run, inputs: list[Any], **options: Any) -> list[list[Hypothesis]]:
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_greedy_outputs_are_ours(name):
+def test_greedy_outputs_are_equal(name):
     found = []
     for seed in range(4):
         found += both(random_run(STACKS[name], end=2.0, seed=seed), ["", *words(20), " ", "zz", "ab" * 30])
@@ -73,8 +73,8 @@ def test_greedy_outputs_are_ours(name):
 @pytest.mark.parametrize("beam", [2, 5])
 @pytest.mark.parametrize("penalty", [0.6, 1.0])
 @pytest.mark.parametrize(("name", "seed"), [("rotary", 2), ("sinusoid", 0)])
-def test_beams_are_ours_for_the_most_part(name, seed, beam, penalty):
-    """The two stop at different moments, which random weights show more than trained ones."""
+def test_beam_outputs_are_mostly_equal(name, seed, beam, penalty):
+    """The two searches stop at different steps, which matters more with random weights than with trained ones."""
     run, texts = random_run(STACKS[name], end=4.0, seed=seed), words(40)
     options = Options(beam=beam, nbest=beam, length_penalty=penalty)
     pairs = list(zip(TorchEngine(run, options)(texts), CTranslate2Engine(run, options)(texts), strict=True))
@@ -108,7 +108,7 @@ def test_beams_are_ours_for_the_most_part(name, seed, beam, penalty):
     ],
     ids=str,
 )
-def test_what_steers_means_the_same(options, run):
+def test_steering_options_have_the_same_effect(options, run):
     both(run, words(30), **options)
 
 
@@ -118,7 +118,7 @@ def test_every_line_may_have_its_own_prefix(run):
     assert "unsatisfied" in found[-1][0].flags and "unsatisfied" in found[-2][0].flags
 
 
-def test_what_follows_a_prefix_does_not_change_its_last_character():
+def test_the_token_after_a_prefix_does_not_change_its_last_character():
     codec = Codec(tokenizer(), tokenizer("nfd", "aäeéo\u0308"))
     run = random_run(STACKS["rotary"], codec=codec, end=0.0)
     joining = [i for i in range(4, codec.target.size) if codec.target.pieces([i])[0] in "\u0301\u0308"]
@@ -164,13 +164,13 @@ def test_the_same_answer_in_any_batch(run):
     assert engine([]) == []
 
 
-def test_learned_positions_end():
+def test_learned_positions_limit_the_output():
     run = random_run({"position": "learned", "max_length": 10}, end=-5.0)
     found = both(run, ["abcdefgha", "abcdefghab", "a"])
     assert "too_long" in found[1][0].flags and len(found[0][0].ids) == 10
 
 
-def test_computed_positions_end_late(monkeypatch):
+def test_computed_positions_are_limited_by_their_table(monkeypatch):
     run = random_run(STACKS["sinusoid"], end=-5.0)
     monkeypatch.setattr("regard.convert.to_ctranslate2.POSITIONS", 20)
     monkeypatch.setattr("regard.decode.ctranslate2.POSITIONS", 20)
@@ -178,7 +178,7 @@ def test_computed_positions_end_late(monkeypatch):
     assert len(found[0][0].ids) == 20 and "too_long" in found[1][0].flags
 
 
-def test_scores_are_worked_out_only_where_they_are_wanted(run):
+def test_scores_are_computed_only_on_request(run):
     texts = ["", *words(20)]
     for settings in ({"beam": 3, "nbest": 3}, {"prefix": "ab"}, {"min_length": 4}, {"no_repeat_ngram": 1}, {}):
         options = Options.of(**settings)
@@ -193,7 +193,7 @@ def test_scores_are_worked_out_only_where_they_are_wanted(run):
     assert not any(row[0].token_scores for row in totals if "max_length" not in row[0].flags)
 
 
-def test_eight_bits_are_near(run):
+def test_int8_scores_are_close(run):
     texts = words(40)
     ours, theirs = TorchEngine(run)(texts), CTranslate2Engine(run, Options(precision="int8"))(texts)
     alike = [(a[0], b[0]) for a, b in zip(ours, theirs, strict=True) if a[0].ids == b[0].ids]
@@ -219,7 +219,7 @@ def test_draws_follow_the_seed_and_the_distribution(run):
         CTranslate2Engine(run, Options(sample=True), workers=2)
 
 
-def test_a_repetition_penalty_avoids_what_is_there(run):
+def test_a_repetition_penalty_avoids_earlier_tokens(run):
     def repeats(rows: list[list[Hypothesis]]) -> int:
         return sum(len(row[0].ids) - len(set(row[0].ids)) for row in rows)
 
@@ -251,7 +251,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_it_cannot_do_is_refused(name, run):
+def test_unsupported_options_are_refused(name, run):
     with pytest.raises(UserError, match=r"the engine ctranslate2 cannot do this.*use the engine torch"):
         CTranslate2Engine(run, Options.of(**OTHERS[name]))
 
@@ -278,13 +278,13 @@ def test_other_models_are_refused(preset):
         CTranslate2Engine(Run(config, Codec(tokenizer(text="abcdefg")), build(config), Path("other")))
 
 
-def test_nothing_is_left_behind(run, tmp_path, monkeypatch):
+def test_temporary_files_are_removed(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine = CTranslate2Engine(run)
     assert not list(tmp_path.iterdir()) and engine(["abc"])[0][0].ids
 
 
-def test_no_room_is_told(run, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(UserError, match="TMPDIR"):
         CTranslate2Engine(run)
@@ -296,7 +296,7 @@ def test_the_command_line(toy):
     for more in (["--beam", 2, "--nbest", 2], ["--json"], ["--beam", 3], []):
         ours, theirs = (call(*order, *more, *engine, stdin=lines) for engine in ([], ["--engine", "ctranslate2"]))
         assert theirs.code == 0 and ours.err == theirs.err and len(ours.lines) == len(theirs.lines)
-        best: dict[str, bool] = {}  # of a beam, whose ends the two count differently: the same for most lines
+        best: dict[str, bool] = {}  # mostly equal: the two beam searches stop at different steps
         for a, b in zip(ours.lines, theirs.lines, strict=True):
             if "--json" in more:
                 (own,), (their,) = json.loads(a)["hypotheses"], json.loads(b)["hypotheses"]

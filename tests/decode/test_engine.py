@@ -1,4 +1,4 @@
-"""The interface of engines: requests are tokenised once, and decoded in any grouping with the same outputs."""
+"""The engine interface: requests are tokenised once and decoded in any grouping, with the same outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_prepared_inputs_are_decoded_in_any_grouping() -> None:
     assert [row[0].flags.keys() for row in (together[0], together[-1])] == [{"empty"}, {"too_long"}]
 
 
-def test_inputs_that_are_not_decoded_carry_their_ids() -> None:
+def test_flagged_inputs_have_their_ids() -> None:
     engine: Engine = TorchEngine(run_of("rnn-luong", 1), Options(max_source=3))
     unmet, long, unknown = engine.prepare([Request("ab", prefix="ß"), "abcdé", "é"])
     assert unmet.flags and long.flags and not unknown.flags
@@ -61,7 +61,7 @@ def test_the_command_tokenises_a_line_once(toy, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_keeps_its_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls pack once; weights that were changed or pruned are packed again."""
+    """Two calls pack weights once; changed or pruned weights are packed again."""
     monkeypatch.setattr(primitives, "MIN_WORK", 0)
     monkeypatch.setattr(primitives, "MIN_ELEMENTS", 0)
     packed: list[Linear] = []

@@ -1,4 +1,4 @@
-"""Several runs as one: the same loop, a mean of log-probabilities."""
+"""Ensembles: the same search with a weighted mean of log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from regard.text.codec import Codec, Example
 
 @pytest.mark.parametrize("settings", [{}, {"beam": 3, "nbest": 3}, {"sample": True}])
 @pytest.mark.parametrize("name", NAMES)
-def test_of_the_same_run_twice_is_that_run(name: str, settings: dict[str, object]) -> None:
+def test_an_ensemble_of_a_run_and_itself_is_that_run(name: str, settings: dict[str, object]) -> None:
     run, texts, options = run_of(name, 1), sources(1, 6), Options.of(max_length=9, **settings)
     assert all(map(same, generate(run, texts, options), generate([run, run], texts, options)))
 
 
-def test_different_architectures_and_source_vocabularies_add_up() -> None:
+def test_architectures_and_source_vocabularies_may_differ() -> None:
     transformer, recurrent = run_of("transformer-tiny", 1), run_of("rnn-bahdanau", 2)
     byte = Codec(tokenizer("byte"), tokenizer("char"))
     other = Run((model := blank("rnn-luong", 3, byte)).config, byte, model, Path("bytes"))
@@ -36,7 +36,7 @@ def test_different_architectures_and_source_vocabularies_add_up() -> None:
             assert h.alignment is not None and len(h.alignment.soft) == len(h.ids) - 1
 
 
-def test_it_is_the_weighted_mean_of_log_probabilities() -> None:
+def test_an_ensemble_is_the_weighted_mean_of_log_probabilities() -> None:
     runs = [run_of("transformer-tiny", 1), run_of("rnn-luong", 2)]
     (scored,) = score(runs, [("fad", "be")], Options(weights=(3.0, 1.0)))
     logits = []
@@ -51,7 +51,7 @@ def test_it_is_the_weighted_mean_of_log_probabilities() -> None:
     )
 
 
-def test_runs_that_do_not_fit_together_are_refused() -> None:
+def test_incompatible_runs_are_refused() -> None:
     with pytest.raises(UserError, match="target vocabulary"):
         list(generate([run_of("rnn-luong", 0), run_of("rnn-luong", 0, "char", "ab")], ["a"]))
     with pytest.raises(UserError, match="target vocabulary"):

@@ -1,4 +1,4 @@
-"""Suspicious outputs are flagged, with the reason."""
+"""Suspicious outputs have flags with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_loop_is_found_wherever_it_is(before: list[int], unit: list[int], turn
 
 
 @given(st.permutations(range(4, 24)))
-def test_different_tokens_are_no_loop(ids: list[int]) -> None:
+def test_distinct_tokens_are_not_a_loop(ids: list[int]) -> None:
     assert longest_loop(ids) is None and longest_loop([*ids, *ids]) is None
 
 
@@ -40,12 +40,12 @@ def test_reasons(ids: list[int], source: int, scores: float, flag: str, reason: 
     assert list(flags) == [flag] and reason in flags[flag]
 
 
-def test_good_outputs_have_none() -> None:
+def test_good_outputs_have_no_flags() -> None:
     assert output_flags([5, 6, 7, 8], 4, [-0.1] * 5) == {}
     assert output_flags([], 1, [-0.1]) == {}
 
 
-def test_attention_that_is_parked_or_blurred() -> None:
+def test_concentrated_and_uniform_attention() -> None:
     source = tuple("abcdefg")
     parked = np.full((8, 7), 0.01)
     parked[:, 6] = 0.94
@@ -55,7 +55,7 @@ def test_attention_that_is_parked_or_blurred() -> None:
     assert attention_flags(Alignment(np.zeros((0, 7)), source, ())) == {}
 
 
-def test_an_output_that_had_to_end_says_so() -> None:
+def test_an_output_that_ends_at_its_limit_is_flagged() -> None:
     run = run_of("transformer-tiny", 0)
     for length in (1, 3):
         (short,) = next(generate(run, ["abc"], Options(max_length=length, min_length=length)))

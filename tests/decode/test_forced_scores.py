@@ -1,4 +1,4 @@
-"""Promise 2: token scores sum to the score, and forced decoding of an output gives them again."""
+"""Promise 2: token scores sum to the score, and forced decoding gives the same token scores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(run: Run, texts: list[str], options: Options) -> None:
     names, seeds, st.sampled_from(["char", "space", "word", "bpe:290"]), st.sampled_from(sorted(STRATEGIES)),
     st.lists(words, min_size=1, max_size=3),
 )  # fmt: skip
-def test_every_strategy_reports_the_models_own_scores(
+def test_every_strategy_reports_the_scores_of_the_model(
     name: str, seed: int, scheme: str, strategy: str, texts: list[str]
 ) -> None:
     chosen = dict(STRATEGIES[strategy])
@@ -52,7 +52,7 @@ def test_every_strategy_reports_the_models_own_scores(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_trained_model_too(name: str) -> None:
+def test_scores_of_a_trained_model(name: str) -> None:
     check(trained(name), sources(8, 20, 6), Options(beam=5, nbest=5))
 
 
@@ -75,7 +75,7 @@ def test_forced_scores_do_not_depend_on_the_batch() -> None:
         assert alone.token_scores == pytest.approx(b.token_scores, abs=1e-5)
 
 
-def test_forced_scores_are_the_models() -> None:
+def test_forced_scores_are_log_probabilities_of_the_model() -> None:
     run = run_of("rnn-luong", 3)
     (scored,) = score(run, [("fad", "ba")])
     source = torch.tensor(run.codec.encode_source([Example("fad")]))

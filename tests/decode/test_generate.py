@@ -1,4 +1,4 @@
-"""Lines in, lists of hypotheses out: order, memory, and whatever a file may hold."""
+"""Generation from lines: order, bounded memory, and any text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from regard.text.codec import Codec, Example
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_trained_model_is_right_and_in_order(name: str) -> None:
+def test_outputs_of_a_trained_model_are_correct_and_in_order(name: str) -> None:
     texts = sources(3, 40, 6)
     for options in (Options(batch_tokens=50, window=7), Options(beam=4)):
         rows = list(generate(trained(name), texts, options))
@@ -77,7 +77,7 @@ def test_an_empty_line_is_an_empty_output_without_the_model(settings: dict[str, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_hundred_thousand_characters_are_refused_not_read(name: str) -> None:
+def test_an_overlong_source_is_flagged_without_a_forward_pass(name: str) -> None:
     long = "abcdef" * 17_000
     (h,), (other,) = generate(run_of(name, 1), [long, "abc"], Options(max_length=5))
     assert h.text == "" and "102000 tokens, more than 2048 (max_source)" in h.flags["too_long"]
@@ -132,7 +132,7 @@ def test_inputs_of_every_kind_and_features() -> None:
 def test_special_tokens_are_never_produced() -> None:
     codec = Codec(shared := tokenizer("char"), shared, features=("PL", "SG"))
     model = blank("transformer-tiny", 1, codec)
-    with torch.no_grad():  # a model that likes nothing better
+    with torch.no_grad():  # make special tokens the most probable ones
         model.output.weight.normal_()
         model.decoder.norm.bias += 20 * model.output.weight[[0, 1, 2, -1]].sum(0)
     run = Run(model.config, codec, model, Path("here"))
@@ -143,7 +143,7 @@ def test_special_tokens_are_never_produced() -> None:
     assert 1 in produced
 
 
-def test_broken_weights_are_an_error() -> None:
+def test_nan_weights_are_an_error() -> None:
     run = run_of("transformer-tiny", 1)
     model = Model(run.config).eval()
     model.output.weight.data[5, 0] = float("nan")

@@ -1,4 +1,4 @@
-"""Filling masks and embedding texts, against logits and vectors computed by hand, and against transformers."""
+"""Filled masks and embeddings, compared with logits and vectors computed by hand, and with transformers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_candidates_are_the_logits_at_each_mask() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(SCHEMES), st.lists(st.sampled_from(WORDS), min_size=1, max_size=5), st.data())
 def test_a_masked_token_is_masked_as_in_training_and_fills_its_place(scheme: str, words: list[str], data: Any) -> None:
-    """A text with one token masked is the ids with that one masked; the token in place of the mask is the text."""
+    """Masking a token in the text masks one id, and filling the mask with that token restores the text."""
     run = encoder(scheme)
     engine, source = MaskFiller(run), run.codec.source
     (ids,) = source.encode([text := " ".join(words)])
@@ -75,9 +75,9 @@ def test_a_masked_token_is_masked_as_in_training_and_fills_its_place(scheme: str
     before, token, after = b"".join(spellings[i] for i in ids[:at]), ids[at], ids[at + 1 :]
     try:
         parts = before.decode(), b"".join(spellings[i] for i in after).decode()
-    except UnicodeDecodeError:  # a mask is written between characters
+    except UnicodeDecodeError:  # the token ends within a character
         return
-    if source.encode(list(parts)) != [ids[:at], after]:  # nor does it keep apart what is cut together
+    if source.encode(list(parts)) != [ids[:at], after]:  # the parts are tokenised differently
         return
     space = " " if spellings[token].startswith(b" ") and len(spellings[token]) > 1 else ""
     (item,) = engine.prepare([f"{parts[0]}{space}<mask>{parts[1]}"])
@@ -85,7 +85,7 @@ def test_a_masked_token_is_masked_as_in_training_and_fills_its_place(scheme: str
     assert engine._text(item.parts, [token]) == text  # type: ignore[attr-defined]
 
 
-def test_alone_as_in_any_batch() -> None:
+def test_filling_does_not_depend_on_the_batch() -> None:
     run = encoder("word")
     texts = ["the <mask> sat", "a <mask>", "<mask> <mask> <mask> on a mat.", "", "no", "the cat <mask> on the mat."]
     together = list(fill_masks(run, texts, Options(batch_tokens=16)))
@@ -95,7 +95,7 @@ def test_alone_as_in_any_batch() -> None:
         assert alone.token_scores == pytest.approx(ours.token_scores, abs=1e-5)
 
 
-def test_what_cannot_be_filled_is_flagged() -> None:
+def test_texts_that_cannot_be_filled_are_flagged() -> None:
     run = encoder()
     inputs = [
         "no mask",

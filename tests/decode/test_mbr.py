@@ -1,4 +1,4 @@
-"""Minimum Bayes risk: the most useful candidate on average."""
+"""Minimum Bayes risk: the candidate with the highest expected utility."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UTILITIES = ("chrf", "bleu", "edit", "exact")
 
 @pytest.mark.parametrize("utility", UTILITIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_of_one_sample_is_that_sample(name: str, utility: str) -> None:
+def test_the_choice_from_one_sample_is_that_sample(name: str, utility: str) -> None:
     run, texts = run_of(name, 2), sources(1, 4)
     sampled = list(generate(run, texts, Options(sample=True, seed=3, max_length=9)))
     chosen = list(generate(run, texts, Options.of(mbr=1, utility=utility, seed=3, max_length=9)))
@@ -28,7 +28,7 @@ def test_of_one_sample_is_that_sample(name: str, utility: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"mbr": 8}, {"mbr": 8, "sample": True, "top_k": 3}, {"mbr": 5, "beam": 5}])
-def test_candidates_come_by_expected_utility(settings: dict[str, object]) -> None:
+def test_candidates_are_ordered_by_expected_utility(settings: dict[str, object]) -> None:
     run = run_of("rnn-luong", 2)
     for row in generate(run, sources(2, 4), Options.of(utility="edit", nbest=5, max_length=9, **settings)):
         utilities = [h.utility for h in row]
@@ -36,7 +36,7 @@ def test_candidates_come_by_expected_utility(settings: dict[str, object]) -> Non
         assert all(0 <= u <= 1 for u in utilities)
 
 
-def test_all_candidates_are_told_with_the_chosen_ones() -> None:
+def test_the_best_output_has_all_candidates() -> None:
     run, chosen = run_of("rnn-luong", 2), {"mbr": 6, "utility": "edit", "max_length": 9}
     few, all_ = (list(generate(run, sources(2, 4), Options.of(nbest=n, **chosen))) for n in (1, 6))
     for (best,), every in zip(few, all_, strict=True):
@@ -45,7 +45,7 @@ def test_all_candidates_are_told_with_the_chosen_ones() -> None:
 
 
 @pytest.mark.parametrize("utility", UTILITIES)
-def test_the_middle_of_a_crowd_wins(utility: str) -> None:
+def test_the_most_typical_candidate_wins(utility: str) -> None:
     texts = ["the cat sat on a mat", "the cat sat on the mat", "the cat sat on the mat", "a dog ran away there"]
     values = expected_utility(texts, [0.25] * 4, utility)
     assert max(values) == values[1] == values[2]
@@ -53,7 +53,7 @@ def test_the_middle_of_a_crowd_wins(utility: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text("ab ", max_size=6), min_size=1, max_size=6), st.randoms())
-def test_expectation_is_a_weighted_mean(texts: list[str], rng: object) -> None:
+def test_expected_utility_is_a_weighted_mean(texts: list[str], rng: object) -> None:
     weights = [rng.random() + 0.1 for _ in texts]  # type: ignore[attr-defined]
     weights = [w / sum(weights) for w in weights]
     exact = expected_utility(texts, weights, "exact")

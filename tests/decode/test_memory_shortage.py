@@ -1,4 +1,4 @@
-"""When memory runs out, batches are split; an input that does not fit alone is flagged, and the others are answered."""
+"""When memory runs out, batches are split. An input that does not fit by itself is flagged; the others are answered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXTS = [*sources(1, 9), UNFIT, *sources(2, 9)]
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> list[int]:
-    """Let memory run out for more rows, or for rows of more tokens -> how often it did."""
+    """Simulate a lack of memory for batches of more rows or tokens -> a list with one entry per failure."""
     failures: list[int] = []
 
     def limited(original: Callable[..., Any]) -> Callable[..., Any]:

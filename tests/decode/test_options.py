@@ -1,4 +1,4 @@
-"""Every wrong constraint is refused with the name of the option."""
+"""Wrong constraints are refused with the name of the option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The automaton of required and forbidden phrases against plain string search."""
+"""The automaton of phrases compared with plain string search."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def spelled(tokens: list[Letters], ids: list[int]) -> Letters:
 
 @settings(max_examples=300, deadline=None)
 @given(vocabularies, phrases, phrases, st.lists(st.integers(0, 5), max_size=8))
-def test_it_finds_what_string_search_finds(
+def test_the_automaton_finds_the_same_as_string_search(
     tokens: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int]
 ) -> None:
     ids = [index % len(tokens) for index in ids]
@@ -45,7 +45,7 @@ def test_it_finds_what_string_search_finds(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(letters, min_size=1, max_size=7).map(tuple), st.data())
-def test_it_finds_phrases_inside_one_another(text: Letters, data: st.DataObject) -> None:
+def test_nested_phrases_are_found(text: Letters, data: st.DataObject) -> None:
     places = st.tuples(st.integers(0, len(text) - 1), st.integers(1, len(text))).map(lambda p: text[p[0] : p[0] + p[1]])
     inside = data.draw(st.lists(places, min_size=1, max_size=4))
     three = spelling([(letter,) for letter in range(3)])
@@ -57,7 +57,7 @@ def test_it_finds_phrases_inside_one_another(text: Letters, data: st.DataObject)
 
 @settings(max_examples=150, deadline=None)
 @given(vocabularies, phrases, phrases, st.lists(st.booleans(), min_size=6, max_size=6))
-def test_it_knows_the_shortest_way(
+def test_tokens_needed_is_the_shortest_path(
     tokens: list[Letters], require: list[Letters], forbid: list[Letters], usable: list[bool]
 ) -> None:
     made = make_phrases([[x] for x in require], forbid, spelling(tokens, usable))
@@ -76,7 +76,7 @@ def test_it_knows_the_shortest_way(
 
 
 def test_needs_fall_by_one_along_some_token() -> None:
-    """So a search that always leaves enough room can always go on."""
+    """So a search that always leaves enough tokens never gets stuck."""
     tokens: list[Letters] = [(0,), (1,), (2,), (0, 1), (2, 2, 0)]
     made = make_phrases([[(0, 1, 2)], [(2, 0, 0)], [(1, 1)]], [(1, 2, 2)], spelling(tokens))
     seen, queue = {(0, 0)}, deque([(0, 0)])
@@ -94,7 +94,7 @@ def test_needs_fall_by_one_along_some_token() -> None:
     assert len(seen) > 20
 
 
-def test_what_cannot_be_spelled_is_never_met() -> None:
+def test_phrases_that_cannot_be_spelled_are_never_met() -> None:
     three = spelling([(0,), (1,), (2,)], [True, True, False])
     assert make_phrases([[(0, 2)]], [], three).tokens_needed([]) == NEVER
     assert make_phrases([[(0, 1)]], [(1,)], three).tokens_needed([]) == NEVER
@@ -105,7 +105,7 @@ def test_what_cannot_be_spelled_is_never_met() -> None:
 @given(
     vocabularies, phrases, phrases, st.lists(st.integers(0, 5), max_size=6), st.lists(letters, max_size=2).map(tuple)
 )
-def test_the_end_may_have_letters_too(
+def test_the_end_token_may_have_letters(
     tokens: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int], end: Letters
 ) -> None:
     ids = [index % len(tokens) for index in ids]
@@ -117,7 +117,7 @@ def test_the_end_may_have_letters_too(
 
 @settings(max_examples=300, deadline=None)
 @given(vocabularies, phrases, phrases, st.lists(st.integers(0, 5), max_size=8))
-def test_it_finds_the_first_stop_string(
+def test_the_first_stop_string_is_found(
     tokens: list[Letters], stop: list[Letters], forbid: list[Letters], ids: list[int]
 ) -> None:
     ids = [index % len(tokens) for index in ids]
@@ -140,7 +140,7 @@ def test_it_finds_the_first_stop_string(
 
 @settings(max_examples=150, deadline=None)
 @given(vocabularies, phrases, phrases, phrases, st.lists(st.booleans(), min_size=6, max_size=6))
-def test_it_knows_the_shortest_way_among_alternatives_and_stop_strings(
+def test_tokens_needed_with_alternatives_and_stop_strings(
     tokens: list[Letters], require: list[Letters], either: list[Letters], stop: list[Letters], usable: list[bool]
 ) -> None:
     made = make_phrases([[x] for x in require] + [either] * bool(either), [], spelling(tokens, usable), stop)

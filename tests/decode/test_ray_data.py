@@ -1,4 +1,4 @@
-"""Actors of Ray write the file that one process writes, and go on where another process was killed."""
+"""Ray actors write the same file as a single process, and continue the work of a killed process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from regard.errors import UserError
 
 
 def start(home: Path, *command: object) -> subprocess.Popen[bytes]:
-    """Start the command line; Ray keeps files of its own in the home directory."""
+    """Start the command line with its own home directory, where Ray stores files."""
     (home / "home").mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "regard", *map(str, command)], stderr=subprocess.PIPE,
@@ -25,7 +25,7 @@ def start(home: Path, *command: object) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "in").write_text("a\n")
     with (
@@ -36,7 +36,7 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_actors_write_what_one_process_writes(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_write_the_same_as_one_process(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     Path("words").write_text("".join(f"{word}\n" for word in [*toy_words(300, 5), "", "a\tb\tc", "zzz"]))
@@ -51,7 +51,7 @@ def test_actors_write_what_one_process_writes(toy: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_killed_it_goes_on_with_and_without_ray(toy: Path, tmp_path: Path) -> None:
+def test_a_killed_command_continues_without_ray(toy: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     words, out, state = tmp_path / "words", tmp_path / "out", tmp_path / "out.shards"
     words.write_text("".join(f"{word}\n" for word in toy_words(1200, 5)))
@@ -82,7 +82,7 @@ def test_an_address_without_a_cluster_is_named(toy: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_an_error_of_an_actor_is_that_of_the_command(toy: Path, tmp_path: Path) -> None:
+def test_an_error_of_an_actor_is_an_error_of_the_command(toy: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     words = tmp_path / "words"
     words.write_text("abc\n")

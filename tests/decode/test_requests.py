@@ -1,4 +1,4 @@
-"""Requests of single lines: their own constraints beside those of the others, and requests read from JSON."""
+"""Requests with constraints of their own, and requests read from JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ requests = st.builds(
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(names, seeds, st.lists(requests, min_size=1, max_size=4), st.sampled_from(["greedy", "beam", "sample"]))
-def test_each_is_answered_as_if_it_were_alone_and_as_by_options(
+def test_constraints_of_requests_equal_options_and_do_not_depend_on_the_batch(
     name: str, seed: int, several: list[Request], strategy: str
 ) -> None:
     chosen: dict[str, Any] = {"greedy": {}, "beam": {"beam": 3, "nbest": 2}, "sample": {"sample": True}}[strategy]
@@ -40,7 +40,7 @@ def test_each_is_answered_as_if_it_were_alone_and_as_by_options(
         assert same(next(generate(run, [request], options)), row)
         own = {key: value for key, value in request.model_dump().items() if value is not None}
         if any(len(each) > 1 for each in own["require"]):
-            continue  # several alternatives are one option, of which there is one group
+            continue  # the option require_any has only one group of alternatives
         own |= {"require": [x for each in own["require"] for x in each]}
         text = own.pop("source")
         try:
@@ -103,7 +103,7 @@ def test_keys_that_look_like_mistakes_are_refused(data: dict[str, Any], message:
     assert message in str(error.value)
 
 
-def test_keys_of_ones_own_and_null() -> None:
+def test_own_keys_and_null() -> None:
     own = {"id": 7, "score": 1, "target": "b", "reference": "c", "lang": "nl", "features2": 1}
     assert parse_request({"source": "a", "prefix": None, "features": "V", **own}) == Request("a", "V")
     with pytest.raises(UserError, match="prefix: not for this run; a request has source, features here"):
@@ -121,7 +121,7 @@ def test_the_most_probable_tokens_are_those_of_forced_scoring(name: str) -> None
                 assert len(top) == 4 and [x for _, x in top] == sorted((x for _, x in top), reverse=True)
                 assert dict(top).get(token, score) == pytest.approx(score, abs=1e-5)
                 assert token in dict(top) or score <= top[-1][1] + 1e-5
-                before = "".join(h.tokens[:position])  # before the rules: a forbidden token is among them
+                before = "".join(h.tokens[:position])  # not affected by the rules: may include a forbidden token
                 forced = force(run, [(text, before + letter) for letter in LETTERS])
                 best = sorted((scored.token_scores[position] for scored in forced), reverse=True)
                 shown = [x for piece, x in top if piece in LETTERS]

@@ -1,4 +1,4 @@
-"""Runs and inputs that do not fit: features that are missing or too many, unknown tokens, weights that are broken."""
+"""Mistakes in runs and inputs: missing or superfluous features, unknown tokens, NaN weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loaded(run: Run) -> LoadedRun:
     return LoadedRun(run.config, run.codec, run.model, run.path, run.labels)
 
 
-def test_missing_and_needless_features_are_flagged(inflected: LoadedRun) -> None:
+def test_missing_and_superfluous_features_are_flagged(inflected: LoadedRun) -> None:
     plain = loaded(run_of("transformer-tiny"))
     for run, wrong, reason in ((inflected, Example("ab"), NEEDED), (plain, Example("ab", None, "N"), REFUSED)):
         right = Example("ab", None, "N;PL" if run is inflected else None)
@@ -71,7 +71,7 @@ def test_unknown_tokens_and_features_are_flagged(inflected: LoadedRun) -> None:
 
 
 def broken(run: Run, path: Path) -> Run:
-    """A copy of a run on disk, with one weight that is no number."""
+    """A copy of a run on disk with one NaN weight."""
     run.save(path)
     copy = Run.load(path)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, cut off as asked, the same numbers for the same source and seed."""
+"""Sampling: the right distribution, truncation, the same random numbers for the same source and seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from regard.decode.search import Sampler, truncate
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_samples_come_as_often_as_their_probability(temperature: float) -> None:
+def test_sample_frequencies_match_probabilities(temperature: float) -> None:
     run, count = run_of("rnn-luong", 1), 4000
     options = Options(sample=True, nbest=count, temperature=temperature, max_length=1)
     seen = Counter(h.text for h in next(generate(run, ["fade"], options)))
@@ -38,7 +38,7 @@ def test_samples_come_as_often_as_their_probability(temperature: float) -> None:
 @given(
     st.lists(st.floats(0.01, 1.0), min_size=2, max_size=9), st.integers(0, 9), st.floats(0.05, 1.0), st.floats(0, 0.9)
 )
-def test_what_is_cut_off(weights: list[float], top_k: int, top_p: float, min_p: float) -> None:
+def test_truncation(weights: list[float], top_k: int, top_p: float, min_p: float) -> None:
     prob = torch.tensor([sorted(weights, reverse=True)], dtype=torch.float64)
     prob /= prob.sum()
     by_k = (truncate(prob, Options(sample=True, top_k=top_k)) > 0).sum()
@@ -55,7 +55,9 @@ def test_what_is_cut_off(weights: list[float], top_k: int, top_p: float, min_p: 
 def test_top_k_of_one_is_greedy(name: str) -> None:
     run, texts = run_of(name, 3), sources(2, 8)
     greedy = [row[0].ids for row in generate(run, texts, Options(max_length=9))]
-    cold = [{"temperature": 10.0**-power} for power in (4, 40, 300)]  # what is no number in single precision, too
+    cold = [
+        {"temperature": 10.0**-power} for power in (4, 40, 300)
+    ]  # including values that underflow in single precision
     for chosen in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.9999}, *cold):
         rows = generate(run, texts, Options.of(sample=True, max_length=9, **chosen))
         assert [row[0].ids for row in rows] == greedy
@@ -74,7 +76,7 @@ def test_seeds(name: str) -> None:
     assert any(len(set(row)) > 1 for row in draw(nbest=4))
 
 
-def test_random_numbers_belong_to_the_source_not_to_its_place() -> None:
+def test_random_numbers_depend_on_the_source_not_on_its_position() -> None:
     first, second = SearchInput(((4, 3),), 5, key=7), SearchInput(((5, 3),), 8, key=9)
     device = torch.device("cpu")
     one, two = Sampler([first, second], 2, Options(), device), Sampler([second, first], 2, Options(), device)

@@ -1,4 +1,4 @@
-"""What comes before and between the steps of a search: reading sources in parts, and who leaves the batch when."""
+"""Reading sources in parts, and removing finished sentences from a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 
 @given(lengths, st.integers(1, 200))
-def test_parts_are_all_sources_in_order_and_large_enough(counts: list[int], enough: int) -> None:
+def test_parts_are_in_order_complete_and_large_enough(counts: list[int], enough: int) -> None:
     sources = [[4] * count for count in counts]
     parts = list(similar_lengths(sources, enough))
     assert [source for part in parts for source in part] == sources
@@ -29,7 +29,7 @@ def test_parts_are_all_sources_in_order_and_large_enough(counts: list[int], enou
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_read_in_parts_is_read_at_once(name: str) -> None:
+def test_reading_in_parts_equals_reading_at_once(name: str) -> None:
     model, draws = run_of(name, 1).model, torch.Generator().manual_seed(0)
     counts = [20] * 30 + [11] * 40 + [12, 9] * 20 + [2] * 7
     sources = [[*torch.randint(4, 10, (count,), generator=draws).tolist(), 3] for count in counts]
@@ -46,7 +46,7 @@ def test_read_in_parts_is_read_at_once(name: str) -> None:
             tokens = expected_NV.argmax(1)
 
 
-def test_who_is_done_leaves_with_others_or_at_its_limit() -> None:
+def test_finished_sentences_leave_together_or_at_their_limit() -> None:
     gone, none = torch.arange(16) < 1, torch.zeros(16, dtype=torch.bool)
     assert not should_leave(gone, none)
     assert should_leave(torch.arange(16) < 2, none)

@@ -1,4 +1,4 @@
-"""Shards are the lines of the file, whoever answers them, and each is done once."""
+"""Sharded output: every line is answered once, by any number of processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from regard.files import hold_lock
 
 
 def text_of(draw: random.Random, lines: int) -> bytes:
-    """Lines of any length, with other line ends and bytes that are no text among them."""
+    """Random lines of any length, with unusual line ends and invalid UTF-8."""
     pieces = [b"", b"a", b"\r", "é\u2028ß".encode(), b"\xff", b"\x00", b"word " * 40, b"x" * 3000]
     end = draw.choice([b"", b"\n"])
     return draw.choice([b"", b"\xef\xbb\xbf"]) + b"\n".join(draw.choice(pieces) for _ in range(lines)) + end
@@ -82,7 +82,7 @@ def test_ranks_answer_each_shard_once(tmp_path: Path, ranks: int) -> None:
     assert (tmp_path / "out").read_bytes() == expected(file)
 
 
-def test_a_claimed_shard_is_left_to_others_but_for_the_first_rank(tmp_path: Path) -> None:
+def test_only_the_first_rank_waits_for_claimed_shards(tmp_path: Path) -> None:
     file = file_of(tmp_path, 8)
     with ShardDirectory.begin(tmp_path / "out", str(file), 4, {}) as directory:
         with hold_lock(state_of(tmp_path / "out") / "000000.lock", "shard"), ShardDirectory(tmp_path / "out") as theirs:
@@ -93,7 +93,7 @@ def test_a_claimed_shard_is_left_to_others_but_for_the_first_rank(tmp_path: Path
     assert (tmp_path / "out").read_bytes() == expected(file)
 
 
-def test_a_late_rank_finds_all_done(tmp_path: Path) -> None:
+def test_a_late_rank_finds_everything_finished(tmp_path: Path) -> None:
     file = file_of(tmp_path, 8)
     begin = ShardDirectory.begin(tmp_path / "out", str(file), 4, {})
     with begin as directory, ShardDirectory(tmp_path / "out") as late:
@@ -121,8 +121,10 @@ with ShardDirectory.begin(Path(sys.argv[3]), sys.argv[2], 3, {"beam": 1}) as dir
 """
 
 
-def test_killed_at_any_moment_it_ends_with_the_same_output(tmp_path: Path) -> None:
-    file, out, draw = file_of(tmp_path, 200), tmp_path / "out", random.Random(os.getpid())
+def test_a_command_killed_at_random_times_writes_the_same_output(tmp_path: Path) -> None:
+    file, out, seed = file_of(tmp_path, 200), tmp_path / "out", os.getpid()
+    print(f"seed {seed}")
+    draw = random.Random(seed)
     command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(file), str(out)]
     state, kills, deadline = state_of(out), 0, time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -142,7 +144,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_output(tmp_path: Path) -> No
 
 
 def begun(tmp_path: Path, file: Path, command: dict[str, Any], lines: int = 3) -> None:
-    """Begin, and stop after the first shard."""
+    """Begin a command and stop after the first shard."""
 
     def stop(lines: Iterable[Line]) -> tuple[dict[str, Any], str]:
         raise UserError("stopped")
@@ -156,14 +158,14 @@ def begun(tmp_path: Path, file: Path, command: dict[str, Any], lines: int = 3) -
 
 
 class Killed(BaseException):
-    """Ends a call as a kill would: nothing is handled, and nothing is changed afterwards."""
+    """Ends a call as a kill would: no handler runs, and no file is changed afterwards."""
 
 
-CHANGES = ("rename", "replace", "unlink", "rmdir")  # what removes and renames files
+CHANGES = ("rename", "replace", "unlink", "rmdir")  # functions that remove and rename files
 
 
 def kill_before(change: int, context: pytest.MonkeyPatch) -> list[str]:
-    """Kill this process before it changes files for the n-th time, from 0 -> the names of all changes so far."""
+    """Simulate a kill before the n-th change of a file (counted from 0) -> the names of the changes so far."""
     made: list[str] = []
 
     def dying(name: str) -> Callable[..., None]:
@@ -182,9 +184,7 @@ def kill_before(change: int, context: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def test_killed_at_any_step_of_the_end_the_same_command_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_killed_at_any_step_of_its_end_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, out, killed = file_of(tmp_path, 10), tmp_path / "out", True
     changes: list[str] = []
     for step in range(100):
@@ -207,8 +207,8 @@ def test_killed_at_any_step_of_the_end_the_same_command_goes_on(
     assert not killed and changes[:2] == ["replace", "rename"] and changes[2:] == ["unlink"] * 6 + ["rmdir"]
 
 
-def test_what_a_killed_removal_of_earlier_versions_left_is_no_obstacle(tmp_path: Path) -> None:
-    """They removed the directory under its name: the command could be gone before the shards."""
+def test_an_incomplete_removal_by_an_earlier_version_is_no_obstacle(tmp_path: Path) -> None:
+    """Earlier versions did not rename the directory, so the command could be removed before the shards."""
     file = file_of(tmp_path, 8)
     begun(tmp_path, file, {"beam": 5})
     state = state_of(tmp_path / "out")
@@ -221,9 +221,7 @@ def test_what_a_killed_removal_of_earlier_versions_left_is_no_obstacle(tmp_path:
     assert (tmp_path / "out").read_bytes() == expected(file)
 
 
-def test_a_rank_that_comes_while_the_state_is_removed_adds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_rank_adds_nothing_while_the_state_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, unlink, came = file_of(tmp_path, 8), os.unlink, []
     begin = ShardDirectory.begin(tmp_path / "out", str(file), 4, {})
     with begin as directory, ShardDirectory(tmp_path / "out") as late:
@@ -262,7 +260,7 @@ def test_the_state_of_another_command_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_command_that_did_nothing_is_no_obstacle(tmp_path: Path) -> None:
+def test_the_state_of_a_command_without_shards_is_replaced(tmp_path: Path) -> None:
     file = file_of(tmp_path, 8)
     with ShardDirectory.begin(tmp_path / "out", str(file), 3, {"beam": 5}):
         pass
@@ -272,7 +270,7 @@ def test_a_command_that_did_nothing_is_no_obstacle(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == expected(file)
 
 
-def test_a_directory_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_with_foreign_files_is_not_touched(tmp_path: Path) -> None:
     file, mine = file_of(tmp_path, 8), tmp_path / "out.shards"
     mine.mkdir()
     (mine / "letter.txt").write_text("keep")
@@ -298,7 +296,7 @@ def test_a_broken_shard_is_named(tmp_path: Path, damage: bytes) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_input_that_changes_meanwhile_gives_no_output(tmp_path: Path) -> None:
+def test_an_input_that_changes_gives_no_output(tmp_path: Path) -> None:
     file = file_of(tmp_path, 8)
     with (
         pytest.raises(UserError, match="has changed while it was read"),
@@ -310,7 +308,7 @@ def test_an_input_that_changes_meanwhile_gives_no_output(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
-def test_two_of_the_same_command_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_command_cannot_run_twice_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.decode.sharded_output.LOCK_SECONDS", 0.3)
     file = file_of(tmp_path, 8)
     with (
@@ -321,7 +319,7 @@ def test_two_of_the_same_command_do_not_meet(tmp_path: Path, monkeypatch: pytest
         pass
 
 
-def test_paths_that_cannot_work(tmp_path: Path) -> None:
+def test_unusable_paths_are_refused(tmp_path: Path) -> None:
     file = file_of(tmp_path, 8)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -1,4 +1,4 @@
-"""Promise 6: prefix kept, required phrases present, forbidden ones absent, lengths kept, whatever is combined."""
+"""Promise 6: any combination of prefix, required and forbidden phrases and length limits is satisfied."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ STRATEGIES: list[dict[str, object]] = [
 ]
 
 
-ALPHABETS = {"nfd": "eéèaà가각나"}  # parts that join: e with its marks, and syllables
+ALPHABETS = {"nfd": "eéèaà가각나"}  # characters with combining parts: e with diacritics, and syllables
 
 
 def contains(phrase: str, text: str, scheme: str) -> bool:
-    if scheme == "nfd":  # with a bar before every character; marks, also where they make no sense, belong to the last
+    if scheme == "nfd":  # with a bar before every character; a diacritic belongs to the character before it
         phrase, text = ("".join(c if is_combining(c) else f"|{c}" for c in x) + "|" for x in (phrase, text))
     return f" {phrase} " in f" {text} " if scheme == "space" else phrase in text
 
@@ -70,7 +70,7 @@ def check(request: Request, chosen: dict[str, object], scheme: str, hypothesis: 
 @pytest.mark.parametrize("scheme", ["char", "space", "bpe:290", "nfd"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_thousand_random_constraints(name: str, scheme: str) -> None:
-    """84 cases for each of three models and four vocabularies; what contradicts itself must be said, not searched."""
+    """84 cases for each of three models and four vocabularies. Contradictions are flagged without a search."""
     rng = random.Random(f"{name} {scheme}")
     outcomes: Counter[str] = Counter()
     for _ in range(84):
@@ -82,7 +82,7 @@ def test_a_thousand_random_constraints(name: str, scheme: str) -> None:
             outcomes["contradiction"] += 1
             continue
         if reason:
-            assert request.forbid and chosen.get("min_length")  # nowhere left to go before the minimum
+            assert request.forbid and chosen.get("min_length")  # no allowed token before the minimum length
             outcomes["unsatisfied"] += 1
             continue
         for hypothesis in row:
@@ -92,21 +92,21 @@ def test_a_thousand_random_constraints(name: str, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_required_phrase_that_comes_anyway_changes_nothing(name: str) -> None:
+def test_requiring_a_phrase_of_the_output_changes_nothing(name: str) -> None:
     run, texts = trained(name), sources(7, 12, 6)
     plain = [row[0] for row in generate(run, texts, Options(beam=4))]
     constraints = [
         Request(s, require=(h.text[len(h.text) // 2 :][:2],)) for s, h in zip(texts, plain, strict=True) if h.text
     ]
     steered = [row[0] for row in generate(run, constraints, Options(beam=4))]
-    # Two searches of a few hypotheses each need not find the same, but nearly always do, or better.
+    # Two narrow beam searches may differ, but the steered one is hardly ever worse.
     pairs = zip(steered, (h for h in plain if h.text), strict=True)
     assert sum(a.normalized >= b.normalized - 1e-5 for a, b in pairs) >= len(constraints) - 1
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(names, seeds, words, st.sampled_from(["ab", "bb", "ba,aa", "aba"]), st.sampled_from(["", "bbb", "aab"]))
-def test_a_wide_beam_finds_the_best_output_that_meets_the_constraints(
+def test_a_wide_beam_finds_the_best_output_under_constraints(
     name: str, seed: int, source: str, require: str, forbid: str
 ) -> None:
     wanted, unwanted = require.split(","), [forbid] if forbid else []
@@ -122,7 +122,7 @@ def test_a_wide_beam_finds_the_best_output_that_meets_the_constraints(
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("chosen", STRATEGIES)
-def test_no_ngram_comes_twice(chosen: dict[str, object], size: int) -> None:
+def test_no_ngram_occurs_twice(chosen: dict[str, object], size: int) -> None:
     for name in NAMES:
         for row in generate(run_of(name, 3), sources(5, 6), Options.of(no_repeat_ngram=size, max_length=18, **chosen)):
             for h in row:
@@ -131,7 +131,7 @@ def test_no_ngram_comes_twice(chosen: dict[str, object], size: int) -> None:
 
 
 @pytest.mark.parametrize("chosen", STRATEGIES)
-def test_ngram_blocking_holds_for_what_is_required_and_for_prefixes(chosen: dict[str, object]) -> None:
+def test_ngram_blocking_applies_to_required_phrases_and_prefixes(chosen: dict[str, object]) -> None:
     for name in NAMES:
         for phrase, size, possible in (("aba", 1, False), ("abab", 2, False), ("abca", 2, True)):
             options = Options.of(no_repeat_ngram=size, require=(phrase,), max_length=9, **chosen)
@@ -145,7 +145,7 @@ def test_ngram_blocking_holds_for_what_is_required_and_for_prefixes(chosen: dict
 
 
 def every_output(run: Run, source: str, longest: int, options: Options) -> dict[str, list[tuple[float, float]]]:
-    """Of every text of the letters a and b that an output may have: the values to rank it by, and its scores.
+    """The possible output texts of the letters a and b, each with its possible (value, score) pairs.
 
     By the definition: an output ends with its end token, or at the limit if it is a continuation, or when a stop string
     is complete, of which neither text nor score are kept.
@@ -156,7 +156,7 @@ def every_output(run: Run, source: str, longest: int, options: Options) -> dict[
         ends = [(at + len(stop), at) for stop in options.stop if (at := text.find(stop)) >= 0]
         end, kept = min(ends, default=(None, len(text)))
         if end is not None and end < len(text):
-            continue  # it goes on after a stop string
+            continue  # continues after a stop string
         ended = end is None and (run.task.seq2seq or len(text) < longest)
         numbers = scored.token_scores if ended else scored.token_scores[:-1]
         grams = [text[i : i + options.no_repeat_ngram] for i in range(len(text) - options.no_repeat_ngram + 1)]
@@ -188,7 +188,7 @@ def test_a_beam_as_wide_as_everything_is_enumeration(name: str, seed: int, sourc
     truth = every_output(run, source, 5, options)
     try:
         (found,) = next(generate(run, [source], options))
-    except UserError as error:  # only what cannot be, or what is cut away with a stop string
+    except UserError as error:  # impossible, or cut off with a stop string
         assert not truth or "a part of one begins the other" in str(error)
         return
     if not truth:
@@ -202,7 +202,7 @@ def test_a_beam_as_wide_as_everything_is_enumeration(name: str, seed: int, sourc
 
 
 @pytest.mark.parametrize("scheme", ["char", "space", "bpe:290"])
-def test_one_of_several_forms_is_enough(scheme: str) -> None:
+def test_one_of_several_alternatives_is_enough(scheme: str) -> None:
     def spelled(text: str) -> str:
         return " ".join(text) if scheme == "space" else text
 
@@ -221,7 +221,7 @@ def test_one_of_several_forms_is_enough(scheme: str) -> None:
         assert any_of.normalized >= max(h.normalized for h in alone) - 1e-5
 
 
-def test_a_path_that_would_end_takes_up_a_phrase_and_stays_with_it() -> None:
+def test_redistribution_begins_a_phrase_and_completes_it() -> None:
     spelling = Spelling([(index,) for index in range(9)], [index > 3 for index in range(9)], 3)
     item = SearchInput(((4, 3),), 20, phrases=make_phrases([[(4, 5, 6)]], [], spelling))
     rule = PhraseConstraint([item], 3, 9, torch.device("cpu"), redistribute=True)
@@ -229,7 +229,7 @@ def test_a_path_that_would_end_takes_up_a_phrase_and_stays_with_it() -> None:
     likes_end = torch.tensor([[1.0, 1, 1, 50, 1, 1, 1, 1, 9]]).log_softmax(-1)
     value = likes_end.clone()
     rule.apply(value, likes_end, 0, alive)
-    assert value[0, 3] == -torch.inf and value.argmax() == 4  # what was the end's is now the phrase's
+    assert value[0, 3] == -torch.inf and value.argmax() == 4  # the probability of the end has moved to the phrase
     assert value[0, 4].exp() == pytest.approx(float(likes_end[0, [3, 4]].exp().sum()), rel=1e-5)
     rule.advance(here, torch.tensor([4]))
     goes_on = torch.tensor([[1.0, 1, 1, 1, 1, 1, 1, 1, 50]]).log_softmax(-1)
@@ -238,7 +238,7 @@ def test_a_path_that_would_end_takes_up_a_phrase_and_stays_with_it() -> None:
     assert (value > -torch.inf).nonzero().tolist() == [[0, 5]]
 
 
-def test_a_repetition_penalty_makes_for_less_repetition() -> None:
+def test_a_repetition_penalty_reduces_repetition() -> None:
     for name in NAMES:
         shares = []
         for penalty in (1.0, 1.5, 1e9):
@@ -249,7 +249,7 @@ def test_a_repetition_penalty_makes_for_less_repetition() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_length_in_units_of_the_source(name: str) -> None:
+def test_length_ratios(name: str) -> None:
     texts = sources(8, 10)
     for text, (h, *_) in zip(
         texts, generate(run_of(name, 1), texts, Options(beam=2, min_ratio=0.5, max_ratio=1.5)), strict=True
@@ -259,7 +259,7 @@ def test_length_in_units_of_the_source(name: str) -> None:
 
 @pytest.mark.parametrize("chosen", STRATEGIES[:3])
 @pytest.mark.parametrize("name", NAMES)
-def test_alternatives_are_the_best_tokens_at_a_place(name: str, chosen: dict[str, object]) -> None:
+def test_alternatives_are_the_best_tokens_at_a_position(name: str, chosen: dict[str, object]) -> None:
     run, source = run_of(name, 1), "fadebc"
     chosen = {**chosen, "nbest": 1}
     (plain,) = next(generate(run, [source], Options.of(max_length=10, min_length=4, **chosen)))
@@ -270,7 +270,7 @@ def test_alternatives_are_the_best_tokens_at_a_place(name: str, chosen: dict[str
     assert {h.ids[:2] for h in row} == {plain.ids[:2]}
     at = [h.token_scores[2] for h in row]
     assert at == sorted(at, reverse=True)
-    if chosen == {"nbest": 1}:  # greedy; a beam that is held to the place may find what it had dropped
+    if chosen == {"nbest": 1}:  # greedy; a beam with a fixed beginning may find a better output
         assert plain.ids in [h.ids for h in row]
 
 

@@ -1,4 +1,4 @@
-"""Stop strings: an output ends before the first of them, and its score is that of the tokens before."""
+"""Stop strings: an output ends before the first one, and its score is the score of the tokens before it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def some_run(name: str, scheme: str, seed: int) -> Run:
 
 
 def before(text: str, stop: list[str], scheme: str) -> str:
-    """A text before the first stop string that is complete, by the definition."""
+    """The part of a text before the first complete stop string."""
     if scheme == "space":
         tokens = text.split(" ") if text else []
         ends = [
@@ -37,7 +37,9 @@ def before(text: str, stop: list[str], scheme: str) -> str:
             if tokens[at : at + len(s)] == s
         ]
         return " ".join(tokens[: min(ends)[1]]) if ends else text
-    if scheme == "nfd":  # with a bar before every character and at the end, for marks belong to the last one
+    if (
+        scheme == "nfd"
+    ):  # with a bar before every character and at the end; a diacritic belongs to the character before it
         bars = ["".join(c if is_combining(c) else f"|{c}" for c in normalize("NFD", x)) + "|" for x in (text, *stop)]
         return normalize("NFC", before(bars[0], bars[1:], "char").replace("|", ""))
     ends = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
@@ -49,7 +51,7 @@ def before(text: str, stop: list[str], scheme: str) -> str:
     st.sampled_from([*NAMES, "language model"]), st.sampled_from(SCHEMES), st.integers(0, 3),
     st.sampled_from([{}, {"sample": True}]), st.data(),
 )  # fmt: skip
-def test_greedy_and_sampled_outputs_are_cut_where_the_first_one_begins(
+def test_greedy_and_sampled_outputs_end_before_the_first_stop_string(
     name: str, scheme: str, seed: int, chosen: dict[str, bool], data: st.DataObject
 ) -> None:
     run, source = some_run(name, scheme, seed), sources(seed, 1)[0]
@@ -63,7 +65,7 @@ def test_greedy_and_sampled_outputs_are_cut_where_the_first_one_begins(
     part = parts[begin : begin + data.draw(st.integers(1, 3))]
     stop = [" ".join(part) if scheme == "space" else part, data.draw(st.sampled_from("abc"))]
     assume(all(string.strip(" ") or scheme != "space" for string in stop))
-    assume("\N{REPLACEMENT CHARACTER}" not in stop[0])  # it stands for bytes that are no text
+    assume("\N{REPLACEMENT CHARACTER}" not in stop[0])  # stands for invalid UTF-8
     request = Request(source, stop=stop)
     (h,) = next(generate(run, [request], options))
     assert h.text == before(whole.text, stop, scheme)
@@ -79,7 +81,7 @@ def test_greedy_and_sampled_outputs_are_cut_where_the_first_one_begins(
     assert tuple(piece.id for piece in shown) == h.ids and pieces.hypothesis == h
 
 
-def test_other_constraints_hold_for_the_text_that_is_left() -> None:
+def test_other_constraints_apply_to_the_text_before_the_stop_string() -> None:
     run = run_of("transformer-tiny", 2)
     for chosen in ({}, {"beam": 4, "nbest": 3}, {"sample": True}):
         options = Options.of(max_length=16, stop=("f", "ee"), require=("ba", "cc"), min_length=6, prefix="d", **chosen)
@@ -89,7 +91,7 @@ def test_other_constraints_hold_for_the_text_that_is_left() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_alternatives_past_a_stop_string_are_those_of_its_place(name: str) -> None:
+def test_alternatives_after_a_stop_string_are_those_at_its_position(name: str) -> None:
     run, chosen = run_of(name, 1), {"max_length": 12, "min_length": 3}
     (whole,) = next(generate(run, ["fade"], Options.of(**chosen)))
     stop = whole.text[3:5]
@@ -99,7 +101,7 @@ def test_alternatives_past_a_stop_string_are_those_of_its_place(name: str) -> No
     assert all(other.text.startswith(h.text) and stop not in other.text for other in row)
 
 
-def test_a_beam_gives_each_output_once() -> None:
+def test_beam_outputs_are_distinct() -> None:
     for name in NAMES:
         rows = generate(run_of(name, 1), sources(6, 4), Options(beam=6, nbest=6, max_length=8, stop=("a", "b", "cd")))
         for row in rows:
@@ -117,7 +119,7 @@ def test_a_beam_gives_each_output_once() -> None:
         ({"stop": "a"}, "stop: takes a list of texts, such as ['a'], not one text"),
     ],
 )
-def test_what_contradicts_a_stop_string_is_refused(settings_: dict[str, object], message: str) -> None:
+def test_contradictions_with_a_stop_string_are_refused(settings_: dict[str, object], message: str) -> None:
     with pytest.raises(UserError) as error:
         list(generate(run_of("rnn-luong", 1), ["abc"], Options.of(**settings_)))
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Streaming gives piece by piece what `generate` gives at once."""
+"""Streaming gives the output of `generate` piece by piece."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_pieces_join_to_the_output(name: str, scheme: str) -> None:
             assert [piece.score for piece in pieces] == pytest.approx(whole.token_scores, abs=1e-5)
 
 
-def test_it_comes_as_it_is_decided() -> None:
+def test_pieces_come_during_the_search() -> None:
     run, calls = run_of("rnn-luong", 1), []
     handle = run.model.output.register_forward_hook(lambda *_: calls.append(1))
     try:
@@ -39,7 +39,7 @@ def test_it_comes_as_it_is_decided() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["char", "nfd"])
-def test_constraints_are_kept(scheme: str) -> None:
+def test_constraints_are_satisfied(scheme: str) -> None:
     run = run_of("transformer-tiny", 2, scheme, "fadebcé" if scheme == "nfd" else LETTERS)
     request = Request("fade", prefix="cc", require=("bad",), forbid=("e",))
     for settings in ({}, {"sample": True}, {"top_tokens": 2}, {"sample": True, "top_tokens": 2, "alignment": True}):
@@ -56,7 +56,7 @@ def test_constraints_are_kept(scheme: str) -> None:
             assert [x for _, x in piece.top_tokens] == pytest.approx([x for _, x in top], abs=1e-5)
 
 
-def test_closing_it_ends_the_decoding() -> None:
+def test_close_stops_decoding() -> None:
     run, calls = run_of("rnn-luong", 1), []
     handle = run.model.output.register_forward_hook(lambda *_: calls.append(1))
     try:
@@ -68,13 +68,13 @@ def test_closing_it_ends_the_decoding() -> None:
         handle.remove()
 
 
-def test_where_nothing_is_left_the_whole_is_empty_and_flagged() -> None:
+def test_without_an_allowed_token_the_output_is_empty_and_flagged() -> None:
     options = Options(forbid=tuple("abcdef"), min_length=3, max_length=5)
     pieces = stream(run_of("rnn-luong", 1), "abc", options)
     assert list(pieces) == [] and pieces.hypothesis is not None and "unsatisfied" in pieces.hypothesis.flags
 
 
-def test_what_cannot_stream() -> None:
+def test_options_that_cannot_stream_are_refused() -> None:
     run = run_of("rnn-luong", 1)
     assert list(stream(run, "")) == []
     for settings in ({"beam": 2}, {"mbr": 3}, {"alternatives": 2}):

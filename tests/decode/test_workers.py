@@ -1,4 +1,4 @@
-"""A worker pool gives the outputs of one process."""
+"""A worker pool gives the same outputs as one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def encoded(rows: list[list[Hypothesis]]) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("fork", [True, False])
-def test_two_processes_give_the_very_same_in_order(saved: Run, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
+def test_two_processes_give_the_same_outputs_in_order(saved: Run, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
     monkeypatch.setattr("regard.decode.engine.can_fork", lambda: fork)
     decoder = TorchEngine(saved, Options(beam=3, nbest=2, max_length=8, batch_tokens=60, alignment=True))
     inputs = [*sources(1, 30), "", "a" * 3000, *sources(2, 10)]
@@ -65,7 +65,7 @@ def test_two_processes_give_the_very_same_in_order(saved: Run, monkeypatch: pyte
 
 
 def slow_parent(monkeypatch: pytest.MonkeyPatch, note: Callable[[list[Hypothesis]], list[Hypothesis]]) -> None:
-    """Let this process decode slowly, and a fork of it note what it decoded."""
+    """Slow down decoding in this process, and change the outputs of forked workers with `note`."""
     monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
     real, parent = TorchEngine.decode, os.getpid()
 
@@ -102,8 +102,8 @@ def test_workers_start_when_they_pay_off(saved: Run, monkeypatch: pytest.MonkeyP
     assert batches > 4
     assert started(0.0) == 1 and started(0.0, 4) == 3
     assert started(0.0, some=1) == 0  # one batch is not shared
-    assert started(1e9) == 0  # it is done before a process has started
-    assert started(0.0, 1000) == batches - 2  # one is done by then, and one is for this process
+    assert started(1e9) == 0  # finished before a process could start
+    assert started(0.0, 1000) == batches - 2  # one was decoded before the start, one is for this process
 
 
 def test_threads_forbid_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
