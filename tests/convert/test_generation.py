@@ -65,7 +65,7 @@ def test_the_end_of_generation_config_overrules_that_of_config(tmp_path):
         ("suppress_tokens", "5", "must be the id"),
         ("bad_words_ids", [5], "must be a list of lists"),
         ("bad_words_ids", [[5.5]], "must be the id"),
-        ("max_length", "20", "must be a whole number above zero"),
+        ("max_length", "20", "must be a positive integer"),
         ("max_length", 10**30, "should be less than"),
     ],
 )
@@ -163,4 +163,4 @@ def test_without_transformers_the_command_line_says_that_nothing_was_proven(tmp_
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     result = call("convert", tmp_path / "run", tmp_path / "out", "--to", "hf")
     assert result.code == 0 and "proven\tno" in result.lines and "not proven" in result.err
-    assert "read again by regard alone" in result.err
+    assert "regard has read the written directory again" in result.err

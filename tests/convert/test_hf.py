@@ -175,7 +175,7 @@ def test_the_command_line(hub, tmp_path):
     result = call("convert", path, tmp_path / "run", "--samples", 2, "--json")
     assert result.code == 0, result.err
     assert json.loads(result.out)["architecture"] == "BertForMaskedLM"
-    assert "proven: 2 random inputs" in result.err
+    assert "for 2 random inputs" in result.err
     result = call("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf")
     assert result.code == 0, result.err
     assert result.lines[0] == "model\tBertForMaskedLM"
@@ -206,7 +206,7 @@ def read(path: Path) -> dict:
     [
         ("marian", {"activation_function": "quick_gelu"}, "activation_function 'quick_gelu' is not supported"),
         ("marian", {"tie_word_embeddings": False}, "tie_word_embeddings False is not supported, only True"),
-        ("marian", {"d_model": "wide"}, "d_model must be a whole number above zero, not 'wide'"),
+        ("marian", {"d_model": "wide"}, "d_model must be a positive integer, not 'wide'"),
         ("bert-masked", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
         ("bert-masked", {"is_decoder": True}, "is_decoder True is not supported"),
         ("bert-masked", {"architectures": ["BertForMultipleChoice"]}, "supported for bert: BertForMaskedLM"),

@@ -46,8 +46,8 @@ def test_pixels_come_out_the_same(settings, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"image_mean": [0.5], "image_std": 2}, "a number for each of 3 channels"),
-        ({"image_std": [1, 0, 1]}, "only the mean zero"),
+        ({"image_mean": [0.5], "image_std": 2}, r"one number per channel \(3\)"),
+        ({"image_std": [1, 0, 1]}, "only image_mean may contain zeros"),
         ({"image_mean": ["a", "b", "c"]}, "must be numbers"),
         ({"do_rescale": "no"}, "do_rescale must be true or false"),
     ],

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 import regard.convert.family as family
 from kit.hf import make, quiet
@@ -77,7 +77,7 @@ def variants(config: Config, length: int) -> Iterator[tuple[str, Config]]:
                 changes = {name: changes}
             try:
                 changed = Config.model_validate(merge(config.model_dump(), changes))
-            except ValidationError:
+            except UserError:
                 continue
             if changed != config and effective_fields(changed) != fields:
                 yield f"{'.'.join(path)}={other}", changed
@@ -102,7 +102,7 @@ def shapes(config: Config) -> dict[str, torch.Size]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_field_is_noticed(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("regard.convert.proof.LONG", 128)  # faster
+    monkeypatch.setattr("regard.convert.proof.LONG_TOKENS", 128)  # faster
     model_class = type(make(name, tmp_path))
     opened = open_model(tmp_path, quiet)
     config, batches = opened.config, draw_samples(opened.config, 3)
@@ -118,7 +118,7 @@ def test_every_field_is_noticed(name, tmp_path, monkeypatch):
         if shapes(changed) != known or without_effect(setting, config):
             continue  # the weights of a directory would not fit
         if changed.patches != config.patches:
-            with pytest.raises(UserError, match="refuses inputs"):
+            with pytest.raises(UserError, match="does not accept inputs"):
                 their_outputs(theirs, changed, draw_samples(changed, 1))
             continue
         difference = largest_difference(outputs_with(probe, changed, batches), expected)
@@ -195,11 +195,11 @@ def test_what_transformers_raises_is_no_fault_of_ours(converted, monkeypatch):
     samples = draw_samples(run.config, 2)[0]
     monkeypatch.setattr(model, "generate", fail)
     with pytest.raises(
-        UserError, match="run: cannot be proven, transformers does not generate: KeyError: 'some setting'"
+        UserError, match="run: cannot be proven: transformers cannot generate: KeyError: 'some setting'"
     ):
         compare_greedy(run, model, samples, {})
     monkeypatch.setattr(model, "forward", fail)
-    with pytest.raises(UserError, match="refuses inputs that fit ours: KeyError"):
+    with pytest.raises(UserError, match="does not accept inputs that our model accepts: KeyError"):
         their_outputs(model, run.config, [samples])
 
 
@@ -224,7 +224,7 @@ def test_without_transformers_what_was_written_is_read_again(converted, tmp_path
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     report = to_hf(run, tmp_path / "out", 2, quiet)
     assert report.proof is None and report.details["read_again"] < TOLERANCE
-    assert "not proven" in report.summary and "read again by regard alone" in report.summary
+    assert "not proven" in report.summary and "regard has read the written directory again" in report.summary
     exact = their_tensors
 
     def wrong(*args: Any) -> dict[str, torch.Tensor]:

@@ -91,12 +91,12 @@ def test_every_name_must_be_used():
         )
     assert str(error.value).splitlines() == [
         "here: weights do not fit config.json",
-        "  nothing gives our forgotten",
+        "  no tensor for our forgotten",
         "  missing: emb.weight",
         "  not known: extra [2]",
         "  norm.bias: shape [5] where config.json says [4]",
     ]
     fitting = shapes(export_weights(ours, TABLE) | {"buffer": torch.zeros(3)})
     assert check_weights(ours, TABLE, fitting, lambda name: name == "buffer", "here") == ["buffer"]
-    with pytest.raises(UserError, match="no place there: forgotten"):
+    with pytest.raises(UserError, match="no counterpart there: forgotten"):
         export_weights(ours | {"forgotten": torch.zeros(1)}, TABLE)

@@ -291,7 +291,7 @@ def test_written_back_it_is_the_same_for_transformers_and_for_us(made, kind: str
 def test_two_sides_are_written_apart_without_what_the_model_does_not_know(made, tmp_path: Path) -> None:
     tokens = made["marian"].codec
     notes = write_tokenizers(made["marian"].codec, tmp_path, "marian")
-    assert ["left out" in note for note in notes] == [True, True, False]
+    assert ["removed" in note for note in notes] == [True, True, False]
     for side, path, corpus in ((tokens.source, tmp_path, CORPUS), (tokens.target, tmp_path / "target", FRENCH)):
         theirs = transformers.AutoTokenizer.from_pretrained(path)
         known = [text for text in set(corpus) if not side.unknown(side.encode([text])[0])]
@@ -368,7 +368,7 @@ def test_ids_come_from_names_then_from_the_config(made, tmp_path: Path) -> None:
 def test_tokens_without_a_row_are_unknown(made) -> None:
     full = made["t5"].codec.source
     read, notes = read_tokenizers(made["t5"].path, "t5", {"vocab_size": 40})
-    assert read.source.size == 40 and "those numbered higher" in notes[0]
+    assert read.source.size == 40 and "tokens with higher ids" in notes[0]
     cut = [[index if index < 40 else full.ids.unk for index in row] for row in full.encode(CORPUS)]
     assert read.source.encode(CORPUS) == cut
     assert len(read.source.unknown_tokens(CORPUS[0])) == read.source.unknown(cut[0]) > 0
@@ -401,7 +401,7 @@ def test_unreadable_files_are_errors(made, tmp_path: Path) -> None:
     (tmp_path / "spiece.model").write_bytes(data)
     for setting in ({"extra_ids": "many"}, {"added_tokens_decoder": {"x": {}}}, {"added_tokens_decoder": [1]}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(setting))
-        with pytest.raises(UserError, match="cannot be understood"):
+        with pytest.raises(UserError, match="are invalid"):
             read_tokenizers(tmp_path, "t5", {})
     wrong = {"add_eos_token": {"": {}}, "add_bos_token": "yes", "eos_token": 1, "pad_token": {"": {}}, "unk_token": []}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -418,7 +418,7 @@ def test_unreadable_files_are_errors(made, tmp_path: Path) -> None:
             read_tokenizers(tmp_path, "gpt2", {})
     (tmp_path / "merges.txt").write_text("")
     (tmp_path / "added_tokens.json").write_text('{"<new>": 7}')
-    with pytest.raises(UserError, match="'<new>' cannot have the number 7"):
+    with pytest.raises(UserError, match="'<new>' cannot have the id 7"):
         read_tokenizers(tmp_path, "gpt2", {})
     (tmp_path / "added_tokens.json").write_text('{"<new>": 3}')
     assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 2})[0].source.encode(["a<new>b"]) == [[0, 3, 1]]
@@ -428,6 +428,6 @@ def test_no_end_token_is_an_error(tmp_path: Path) -> None:
     library = Library(models.WordLevel({"a": 0}, unk_token="a"))
     library.decoder = decoders.Fuse()
     library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="which token is the end"):
+    with pytest.raises(UserError, match="defines the end token"):
         read_tokenizers(tmp_path, "gpt2", {})
     assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 0})[0].ids == SpecialIds(pad=0, unk=0, sos=0, eos=0)

@@ -95,8 +95,8 @@ def test_ours_is_written_and_read_again(tmp_path):
     [
         ({"cutoffs": [4, 8]}, r"cutoffs \[4, 8\] is not supported, only \[\].*adaptive softmax"),
         ({"cutoffs": None}, "cutoffs .*20000"),  # left out, there are some
-        ({"div_val": 4}, "div_val 1"),
-        ({"d_embed": 4}, "d_embed and d_model must be the same"),
+        ({"div_val": 4}, "div_val must be 1"),
+        ({"d_embed": 4}, "d_embed and d_model must be equal"),
         ({"pre_lnorm": True}, "pre_lnorm True is not supported"),
         ({"attn_type": 1}, "attn_type 1 is not supported"),
         ({"same_length": True, "mem_len": 1}, "same_length True needs a mem_len of at least 2"),

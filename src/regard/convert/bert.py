@@ -1,4 +1,4 @@
-"""BERT: an encoder that predicts masked tokens, classifies texts, or gives vectors."""
+"""BERT: an encoder for masked language modelling, classification or embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from regard.convert.table import Table
 
 
 def _weights(config: Config, hf: Fields) -> Table:
-    layer, block = "bert.encoder.layer.{n}.", "encoder.blocks.{n}."
+    layer = "bert.encoder.layer.{n}."
+    block = "encoder.blocks.{n}."
     return {
         "bert.embeddings.word_embeddings": "source_embedding",
         "bert.embeddings.position_embeddings": "encoder.position.table",
@@ -65,6 +66,6 @@ BERT = Family(
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    # The last two belong to next sentence prediction, which BERT was trained for beside masked language modelling.
+    # The last two belong to next sentence prediction, a second training objective of BERT.
     ignored=("bert.embeddings.position_ids", "bert.pooler.dense.*", "cls.seq_relationship.*"),
 )

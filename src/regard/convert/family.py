@@ -1,9 +1,11 @@
-"""A family of Hugging Face models: its config.json as a two-way table, its weight table, and what it calls things.
+"""A family of Hugging Face models: a two-way config table, a weight table, and names.
 
-A config table is a tuple of `Key`s, each of which reads one of their keys into fields of our `Config`, named by dotted
-paths such as `decoder.width`, and writes it from the first of them. The common kinds have constructors (`Key.count`,
-`Key.fixed` ...); what is more than one key and its fields has two functions. What a family cannot express shows when a
-written config is read again.
+A config table is a tuple of `Key`s. Each reads one key of a config.json into fields of our `Config`, named by dotted
+paths such as `decoder.width`, and writes the key from the first of these fields. Common kinds have constructors
+(`Key.count`, `Key.fixed` ...); other keys have two functions. To detect settings that a family cannot express, a
+written config is read again and compared.
+
+In this package "ours" means regard's side of a conversion, and "theirs" the side of the other library.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "tanh": "tanh",
 }
-# Fields that may be None, and the property that says what None means there.
+# Fields that may be None -> the property with their effective value.
 RESOLVED = {"kv_heads": "kv", "head_width": "head", "value_width": "value"}
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON file of another library. Errors name the key whose value is not supported; null counts as left out."""
+    """A JSON file of another library. Errors name the key of an unsupported value; null means absent."""
 
     data: Json
     where: str
@@ -51,33 +53,33 @@ class Fields:
 
     @classmethod
     def load(cls, path: Path) -> Fields:
-        """The settings of a file; none where there is no such file."""
+        """The settings of a file; empty if the file does not exist."""
         data = read_json(path) if path.is_file() else {}
         if not isinstance(data, dict):
-            raise UserError(f"{path}: must hold a table of settings, not {data!r:.40}")
+            raise UserError(f"{path}: must be a table of settings, not {data!r:.40}")
         return cls(data, str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value as it is."""
+        """A value, unchecked."""
         value = self.data.get(key)
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number above zero."""
+        """A positive integer."""
         value = self.get(key, default)
         if type(value) is not int or value < 1:
-            raise UserError(f"{self.where}: {key} must be a whole number above zero, not {value!r:.100}")
+            raise UserError(f"{self.where}: {key} must be a positive integer, not {value!r:.100}")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """A boolean."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise UserError(f"{self.where}: {key} must be true or false, not {value!r:.100}")
         return value
 
     def token_ids(self, key: str) -> list[int]:
-        """Ids of tokens, one or a list in the file; negative ones stand for none."""
+        """Token ids; the file has one id or a list. Negative ids mean none."""
         value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
         if any(type(index) is not int for index in ids):
@@ -85,7 +87,7 @@ class Fields:
         return [index for index in ids if index >= 0]
 
     def choice(self, key: str, allowed: Mapping[str, T], default: str) -> T:
-        """One of a few names, and what it stands for."""
+        """The value of one of the allowed names."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in allowed:
             near = closest(str(value), allowed)
@@ -96,7 +98,7 @@ class Fields:
 
 
 def value_at(config: Config, path: str) -> Any:
-    """The value of a dotted path, with the meaning of None where a field has one."""
+    """The value at a dotted path; None is replaced by the effective value."""
     value: Any = config
     for name in path.split("."):
         value = getattr(value, RESOLVED.get(name, name))
@@ -105,29 +107,29 @@ def value_at(config: Config, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """One of their keys, or several that belong together: read as values by dotted path of ours, and written."""
+    """One of their keys, or several related keys: `read` returns values by dotted path of ours."""
 
     read: Callable[[Fields], Json]
     write: Callable[[Config], Json]
 
     @classmethod
     def of(cls, key: str, *paths: str, read: Callable[[Fields], Any], write: Callable[[Any], Any] = lambda x: x) -> Key:
-        """A key that sets one or more fields of ours, and is written from the first."""
+        """A key that sets one or more fields of ours, and is written from the first field."""
         return cls(lambda hf: dict.fromkeys(paths, read(hf)), lambda config: {key: write(value_at(config, paths[0]))})
 
     @classmethod
     def count(cls, key: str, *paths: str, default: int | Callable[[Fields], int] | None = None) -> Key:
-        """A whole number above zero."""
+        """A positive integer."""
         return cls.of(key, *paths, read=lambda hf: hf.count(key, default(hf) if callable(default) else default))
 
     @classmethod
     def value(cls, key: str, *paths: str, default: Any) -> Key:
-        """A value that is checked as a field of ours."""
+        """A value that is validated as a field of ours."""
         return cls.of(key, *paths, read=lambda hf: hf.get(key, default))
 
     @classmethod
     def flag(cls, key: str, *paths: str, default: bool) -> Key:
-        """True or false."""
+        """A boolean."""
         return cls.of(key, *paths, read=lambda hf: hf.flag(key, default))
 
     @classmethod
@@ -137,7 +139,7 @@ class Key:
 
     @classmethod
     def fixed(cls, key: str, *allowed: Any, write: bool = True) -> Key:
-        """A key that must be left out or have a certain value, because ours always computes that way."""
+        """A key that must be absent or have an allowed value: our models support nothing else."""
 
         def read(hf: Fields) -> Json:
             if (value := hf.get(key, allowed[0])) not in allowed:
@@ -149,24 +151,24 @@ class Key:
 
     @classmethod
     def written(cls, key: str, of: Callable[[Config], Any]) -> Key:
-        """A key that is not read."""
+        """A key that is only written."""
         return cls(lambda hf: {}, lambda config: {key: of(config)})
 
     @classmethod
     def stored(cls, name: str, path: str) -> Key:
-        """No key, but whether their model has a certain tensor."""
+        """A field that is true if their model has a certain tensor."""
         return cls(lambda hf: {path: name in hf.names}, lambda config: {})
 
     @classmethod
     def tied(cls, name: str) -> Key:
-        """Whether the LM head is the embedding matrix: read by whether a tensor of its own is stored."""
+        """Whether the LM head is tied to the embedding: it is unless the head has its own tensor."""
         return cls(
             lambda hf: {"tie_output": name not in hf.names}, lambda config: {"tie_word_embeddings": config.tie_output}
         )
 
     @classmethod
     def special_ids(cls, start: str, usual: str) -> Key:
-        """Ids of special tokens; `start` is the key of the token before the first output, which `usual` often is."""
+        """Ids of special tokens; `start` is the key of the decoder's start token, `usual` its usual role."""
 
         def read(hf: Fields) -> Json:
             start_id = next(iter(hf.token_ids(start)), None)
@@ -182,7 +184,7 @@ class Key:
 
 
 def activation_name(activation: Activation) -> str:
-    """Their name of an activation."""
+    """Their name of an activation function."""
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
 
 
@@ -192,11 +194,11 @@ def both(field: str) -> tuple[str, str]:
 
 
 def tied_alias(first: str, second: str = "lm_head.weight") -> Callable[[Fields], dict[str, str]]:
-    """The LM head is a second name of the embedding matrix, unless the config says that it is not."""
+    """An alias of the embedding matrix for the LM head, unless the config unties them."""
     return lambda hf: {} if hf.get("tie_word_embeddings") is False else {second: first}
 
 
-# What families with an encoder alone have in common.
+# Keys that encoder-only families share.
 ENCODER_KEYS = (
     Key.count("num_hidden_layers", "encoder.layers"),
     Key.count("hidden_size", "encoder.width"),
@@ -209,27 +211,27 @@ ENCODER_KEYS = (
 
 @dataclass(frozen=True)
 class Family:
-    """The two tables of a family, and how its tensors are named."""
+    """The config table, the weight table and the tensor names of a family."""
 
     model_type: str
-    architectures: Mapping[str, Json]  # each with the fields of ours that it fixes
+    architectures: Mapping[str, Json]  # name -> fields of ours that it fixes
     config: tuple[Key, ...]
-    constants: Json  # fields of ours that are the same in every model of the family
+    constants: Json  # fields of ours with the same value in every model of the family
     weights: Callable[[Config, Fields], Table]
     reads_images: bool = False
-    prefix: str = ""  # of the names of a model without its head, which may be left out
-    unprefixed: tuple[str, ...] = ()  # names that never have the prefix begin with one of these
-    aliases: Callable[[Fields], dict[str, str]] = lambda hf: {}  # second names of a tensor -> its first
-    extra: Callable[[Config], Mapping[str, Tensor]] = lambda config: {}  # tensors there that ours does without
-    ignored: tuple[str, ...] = ()  # patterns of names of tensors that we do not need
-    unproven: str = ""  # why no current transformers can prove a conversion, and what is certain all the same
+    prefix: str = ""  # of tensor names in a model with a head; checkpoints may lack it
+    unprefixed: tuple[str, ...] = ()  # beginnings of names without the prefix
+    aliases: Callable[[Fields], dict[str, str]] = lambda hf: {}  # second name of a tensor -> first name
+    extra: Callable[[Config], Mapping[str, Tensor]] = lambda config: {}  # their tensors without a counterpart here
+    ignored: tuple[str, ...] = ()  # patterns of names of tensors that are not read
+    unproven: str = ""  # why a conversion cannot be proven with current transformers, and what was checked instead
 
     @property
     def stacks(self) -> tuple[str, ...]:
         return tuple(name for name in ("encoder", "decoder") if name in self.constants)
 
     def read(self, hf: Fields, architecture: str, frame: Frame) -> Config:
-        """Our config of their model."""
+        """Convert their config to ours."""
         tables: Json = {"ids": hf.ids.model_dump(), "frame": frame}
         for key in self.config:
             for path, value in key.read(hf).items():
@@ -243,7 +245,7 @@ class Family:
         return parse(Config, tables, hf.where)
 
     def write(self, config: Config) -> Json:
-        """Their config of our model, with the architecture whose output is ours, or else the first."""
+        """Convert our config to theirs; the architecture is the first with our output, or the first of the family."""
         fitting = (name for name, fields in self.architectures.items() if fields.get("output") == config.output)
         theirs: Json = {"model_type": self.model_type, "architectures": [next(fitting, next(iter(self.architectures)))]}
         for key in self.config:
@@ -251,17 +253,17 @@ class Family:
         return theirs | write_labels((), config)
 
     def full_name(self, name: str) -> str:
-        """The current name of a tensor, with its prefix."""
+        """The full, current name of a tensor."""
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
         return name if not self.prefix or name.startswith((self.prefix, *self.unprefixed)) else self.prefix + name
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor of this name is not needed."""
+        """Whether a tensor of this name is not read."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
 
 
 def read_labels(hf: Fields, config: Config) -> tuple[str, ...]:
-    """The labels of id2label by number; empty where there are no classes."""
+    """The labels in id2label, by class number; empty without classes."""
     if config.classes is None:
         return ()
     names = hf.get("id2label", {})

@@ -1,4 +1,4 @@
-"""GPT-2: a causal LM. Its matrices are stored transposed, with queries, keys and values in one."""
+"""GPT-2: a causal LM. Its matrices are stored transposed, and one matrix holds queries, keys and values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from regard.convert.table import TRANSPOSED, Table, Transformed
 
 
 def _weights(config: Config, hf: Fields) -> Table:
-    layer, block = "transformer.h.{n}.", "decoder.blocks.{n}."
+    layer = "transformer.h.{n}."
+    block = "decoder.blocks.{n}."
     return {
         "transformer.wte": "target_embedding",
         "transformer.wpe": "decoder.position.table",

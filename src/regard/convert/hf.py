@@ -1,4 +1,4 @@
-"""Hugging Face directories: one read as a run, and a run written as one, each proven on sample inputs."""
+"""Conversion from and to Hugging Face directories, proven on sample inputs."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class OpenedModel:
     checkpoint: Checkpoint
 
     def load(self) -> Model:
-        """Our model with their weights."""
+        """Load the weights into our model."""
         model = allocate(on_meta(self.config)).eval()
         import_weights(weights_of(model), self.table, self.checkpoint.tensor)
         return model
 
 
 def open_model(source: Path, note: Log) -> OpenedModel:
-    """Read everything of a directory but the weights themselves."""
+    """Read a directory, except for the values of its weights."""
     hf = Fields(open_directory(source, note), str(source / CONFIG))
     family, architecture = identify(hf)
     checkpoint = open_weights(source, family, hf, note)
@@ -93,8 +93,9 @@ def open_model(source: Path, note: Log) -> OpenedModel:
 
 
 def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> ConversionReport:
-    """Read a Hugging Face directory and write it as a run."""
-    source, out = Path(directory), require_new(out)
+    """Convert a Hugging Face directory to a run."""
+    source = Path(directory)
+    out = require_new(out)
     notes: list[str] = []
 
     def note(message: str) -> None:
@@ -102,7 +103,9 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
         log(message)
 
     opened = open_model(source, note)
-    config, family, architecture = opened.config, opened.family, opened.architecture
+    config = opened.config
+    family = opened.family
+    architecture = opened.architecture
     labels = read_labels(opened.hf, config)
     pixels = None if config.patches is None else read_image_processor(source, config.patches)
     generation = Generation() if config.decoder is None else read_generation(source, opened.hf, config, note)
@@ -113,7 +116,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
         if template is not None:
             write_chat_template(template, path)
             update_manifest(path, [CHAT_TEMPLATE])
-        run = Run.load(path)  # the model that was saved is gone: memory may not hold three
+        run = Run.load(path)  # the saved model has been freed: memory may not hold three models
         export = partial(their_tensors, family, architecture, opened.table)
         proof = None
         if not family.unproven:
@@ -127,7 +130,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
 
 
 def _read_text(source: Path, family: Family, hf: Fields, note: Log) -> Codec:
-    """The tokenizers; a model that reads images has one without tokens."""
+    """Read the tokenizers; a model for images has one without tokens."""
     if family.reads_images:
         return Codec(Tokenizer.train("char", []))
     if has_tokenizer(source):
@@ -135,21 +138,21 @@ def _read_text(source: Path, family: Family, hf: Fields, note: Log) -> Codec:
         for message in messages:
             note(message)
         return codec
-    note("there is no tokenizer: a text is the ids themselves, with white space between")
+    note("no tokenizer: texts are token ids, separated by white space")
     frame: Frame = "end" if family.stacks == BOTH else "none"
     return Codec(id_tokenizer(hf.data, hf.count("vocab_size"), frame), frame=frame)
 
 
 def their_tensors(family: Family, architecture: str, table: Table, model: Model) -> dict[str, Tensor]:
-    """The weights of a model of ours under their names."""
+    """Convert the weights of our model to their tensors."""
     tensors = {**export_weights(weights_of(model), table), **family.extra(model.config)}
-    if architecture == "BertModel":  # a model without a head has no prefix
+    if architecture == "BertModel":  # tensor names of a model without a head have no prefix
         tensors = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
     return tensors
 
 
 def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport:
-    """Write a run as a Hugging Face directory."""
+    """Convert a run to a Hugging Face directory."""
     out = require_new(out)
     family, settings, table = their_config(run.config, str(run.path))
     architecture = settings["architectures"][0]
@@ -169,7 +172,7 @@ def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport
         if (template := read_chat_template(run.path, notes.append)) is not None:
             write_chat_template(template, path)
         again = compare_models(run.model, open_model(path, lambda _: None).load(), samples)
-        again.require(run.path.resolve().name, "outputs", "the directory that was written, read again,")
+        again.require(run.path.resolve().name, "outputs", "the written directory, read again,")
         proof = None
         if not family.unproven:
             proof = prove(run, allocate(on_meta(run.config)).eval(), export, path, architecture, samples)
@@ -190,21 +193,21 @@ def _report(
     notes: list[str],
     again: Proof | None = None,
 ) -> ConversionReport:
-    """The report of a conversion, which a difference stops; `again` compares what was written with the run."""
+    """The report of a conversion; a failed proof is an error. `again` compares the written directory with the run."""
     if proof is None:
-        why = family.unproven or f"there is no transformers here that has this model: {install('hf')}"
+        why = family.unproven or f"transformers with this model is not installed: {install('hf')}"
         summary = f"not proven: {why}"
         if again is not None:
             summary += (
-                f". What was written was read again by regard alone: {again.samples} random inputs differ by at most"
-                f" {again.difference:.2g}"
+                f". regard has read the written directory again: outputs for {again.samples} random inputs differ"
+                f" by at most {again.difference:.2g}"
             )
     else:
         proof.require(source.resolve().name, "outputs", f"transformers {proof.version}")
         summary = (
-            f"proven: {plural(proof.samples, 'random input')}{_extent(proof)} through this model and through"
-            f" transformers {proof.version}, with these weights and with random ones, differ by at most"
-            f" {proof.difference:.2g} (allowed: {proof.tolerance:g})"
+            f"proven: the outputs of this model and of transformers {proof.version} for"
+            f" {plural(proof.samples, 'random input')}{_extent(proof)}, with these weights and with random weights,"
+            f" differ by at most {proof.difference:.2g} (allowed: {proof.tolerance:g})"
         )
         if proof.outputs:
             summary += f"; greedy search gives {plural(proof.outputs, 'equal output')}"
@@ -225,23 +228,26 @@ def _write_model_card(path: Path, name: str, report: ConversionReport) -> None:
         f"{report.parameters:,} parameters.",
         f"{report.summary[0].upper()}{report.summary[1:]}.",
         "\n".join(f"- {note}" for note in report.details["notes"]),
-        f"The record is in `{RECORD}`. `regard info` tells what the model costs.",
+        f"The record is in `{RECORD}`. `regard info` shows the cost of the model.",
     ]
     text = "\n\n".join(filter(None, paragraphs)) + "\n"
     replace_file(path / "README.md", lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def identify(hf: Fields) -> tuple[Family, str]:
-    """The family of a config.json, and which of its models it is; where the config does not tell, the first."""
-    model_type, named = hf.get("model_type"), hf.get("architectures", [])
+    """The family and architecture of a config.json; without `architectures`, the first of the family."""
+    model_type = hf.get("model_type")
+    named = hf.get("architectures", [])
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        near, known = closest(str(model_type), FAMILIES), ", ".join(sorted(FAMILIES))
+        near = closest(str(model_type), FAMILIES)
+        known = ", ".join(sorted(FAMILIES))
         raise UserError(f"{hf.where}: model_type {model_type!r} is not known{near}\n  known: {known}")
     family = FAMILIES[model_type]
     architectures = list(family.architectures)
     name = named[0] if isinstance(named, list) and named else architectures[0]
     if name not in architectures:
-        near, known = closest(str(name), architectures), ", ".join(architectures)
+        near = closest(str(name), architectures)
+        known = ", ".join(architectures)
         raise UserError(
             f"{hf.where}: architectures {name!r} is not supported{near}\n  supported for {model_type}: {known}"
         )
@@ -249,7 +255,7 @@ def identify(hf: Fields) -> tuple[Family, str]:
 
 
 def their_config(config: Config, where: str) -> tuple[Family, Json, Table]:
-    """The family whose config.json can say all that our config does, that config.json, and the weight table."""
+    """The family that can express our config, its config.json and its weight table."""
     failed: list[tuple[bool, int, str, list[str]]] = []
     for family in FAMILIES.values():
         misfits = _wrong_stacks(config, family)
@@ -263,13 +269,13 @@ def their_config(config: Config, where: str) -> tuple[Family, Json, Table]:
         failed.append((other_stacks, len(misfits), family.model_type, misfits))
     _, _, nearest, misfits = min(failed)
     raise UserError(
-        f"{where}: this model has no counterpart in transformers. Nearest is {nearest}, where these settings have no"
-        " place:\n  " + "\n  ".join(misfits)
+        f"{where}: this model has no counterpart in transformers. The nearest is {nearest}, which cannot express these"
+        " settings:\n  " + "\n  ".join(misfits)
     )
 
 
 def _wrong_stacks(config: Config, family: Family) -> list[str]:
-    """Differences for which no config.json can be written."""
+    """Differences that prevent writing a config.json at all."""
     stacks = config.stacks
     misfits = [f"{name}.mixer={stack.mixer}" for name, stack in stacks.items() if stack.recurrent]
     if tuple(stacks) != family.stacks:
@@ -280,21 +286,22 @@ def _wrong_stacks(config: Config, family: Family) -> list[str]:
 
 
 def _changed_fields(config: Config, family: Family, hf: Fields, table: Table) -> list[str]:
-    """The fields that differ when the config.json that would be written is read again."""
+    """The fields that change when the written config.json is read again."""
     names = {name for rule in expand(table, weights_of(on_meta(config))) for name in rule.theirs}
     try:
         again = family.read(Fields(hf.data, hf.where, names, config.ids), hf.data["architectures"][0], config.frame)
     except UserError as error:
         return [str(error)]
-    before, after = effective_fields(config), effective_fields(again)
-    # A field that has no effect on one side depends on another, which is then named.
+    before = effective_fields(config)
+    after = effective_fields(again)
+    # A field without an effect on one side depends on another field, which is listed instead.
     return [
         f"{key}={before[key]} (there: {after[key]})" for key in before if key in after and before[key] != after[key]
     ]
 
 
 def effective_fields(config: Config) -> Json:
-    """All fields that change what a model computes, by dotted path."""
+    """All fields that affect the output of a model, by dotted path."""
     fields: Json = {}
     for key, value in config.model_dump(exclude={"ids", "frame", "start"}).items():
         stack: Any = getattr(config, key)
@@ -310,6 +317,6 @@ def effective_fields(config: Config) -> Json:
         fields["start"] = config.start_id
     if not config.predicts_tokens:
         del fields["tie_output"]
-    if config.patches is not None:  # no token is read
+    if config.patches is not None:  # the model reads no tokens
         del fields["source_vocab"], fields["target_vocab"], fields["scale_embeddings"]
     return fields

@@ -7,12 +7,13 @@ from regard.convert.family import Family, Fields, Json, Key, tied_alias
 from regard.convert.table import Table
 from regard.errors import UserError
 
-BIASES = {(False, False): "none", (False, True): "ff", (True, True): "all"}  # of attention and feed-forward layers
-ROPE = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high"}  # their names and ours
+BIASES = {(False, False): "none", (False, True): "ff", (True, True): "all"}  # (attention, feed-forward) -> bias
+ROPE = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high"}  # Hugging Face -> regard
 
 
 def _read_bias(hf: Fields) -> Json:
-    attention, feed_forward = hf.flag("attention_bias", False), hf.flag("mlp_bias", False)
+    attention = hf.flag("attention_bias", False)
+    feed_forward = hf.flag("mlp_bias", False)
     if attention and not feed_forward:
         raise UserError(f"{hf.where}: attention_bias True is supported only together with mlp_bias True")
     return {"decoder.bias": BIASES[attention, feed_forward]}
@@ -24,7 +25,7 @@ def _write_bias(config: Config) -> Json:
 
 
 def _read_rotary(hf: Fields) -> Json:
-    """Older files have rope_theta and rope_scaling, newer ones both in rope_parameters."""
+    """Read rope_theta and rope_scaling of older files, or rope_parameters of newer ones."""
     scaling = hf.get("rope_parameters", hf.get("rope_scaling", {}))
     if not isinstance(scaling, dict):
         raise UserError(f"{hf.where}: rope_scaling must be a table, not {scaling!r}")
@@ -48,7 +49,8 @@ def _write_rotary(config: Config) -> Json:
 
 
 def _weights(config: Config, hf: Fields) -> Table:
-    layer, block = "model.layers.{n}.", "decoder.blocks.{n}."
+    layer = "model.layers.{n}."
+    block = "decoder.blocks.{n}."
     return {
         "model.embed_tokens": "target_embedding",
         "model.norm": "decoder.norm",

@@ -1,4 +1,4 @@
-"""MarianMT: the Transformer of the paper, with sines and cosines in two halves and a bias of its LM head."""
+"""MarianMT: the original Transformer, with sinusoidal positions in two halves and a bias in the LM head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def _weights(config: Config, hf: Fields) -> Table:
     else:
         rows |= {"model.encoder.embed_tokens": "source_embedding", "model.decoder.embed_tokens": "target_embedding"}
     for stack in config.stacks:
-        layer, block = f"model.{stack}.layers.{{n}}.", f"{stack}.blocks.{{n}}."
+        layer = f"model.{stack}.layers.{{n}}."
+        block = f"{stack}.blocks.{{n}}."
         for theirs, ours in (("self_attn", "attention"), ("encoder_attn", "cross")):
             rows |= {
                 f"{layer}{theirs}.q_proj": f"{block}{ours}.query",

@@ -1,4 +1,4 @@
-"""Proof that a converted model computes the same: random inputs through both, and the report of a conversion."""
+"""Proof that a converted model gives the same outputs for random inputs, and the report of a conversion."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ from regard.files import replace_directory
 from regard.model import Model
 from regard.run import Run
 
-SHORT, LONG = 24, 512  # most tokens of the samples that are padded together, and of the long one
+SHORT_TOKENS = 24  # maximum length of the samples in a padded batch
+LONG_TOKENS = 512  # maximum length of the long sample
 SINUSOIDS = ("sinusoid", "sinusoid_halves")
 
-Samples = dict[str, Tensor]  # the inputs of a model, ids (N, S) or pixels (N, C, H, W), by their names in transformers
+Samples = dict[str, Tensor]  # input name in transformers -> ids (N, S) or pixels (N, C, H, W)
 
 
 def longest_input(config: Config) -> int:
-    """The tokens of the longest input to compare."""
-    longest = LONG
+    """The number of tokens of the longest input to compare."""
+    longest = LONG_TOKENS
     for stack in config.stacks.values():
-        longest = min(longest, stack.max_length, stack.max_positions or LONG)
-        if stack.mixer == "lsh":  # within a chunk nothing is hashed: hashes are random, and differ between libraries
+        longest = min(longest, stack.max_length, stack.max_positions or LONG_TOKENS)
+        if stack.mixer == "lsh":  # no hashing within a chunk: hashes are random, and differ between libraries
             longest = min(longest, stack.lsh.chunk)
     return longest
 
 
 def draw_samples(config: Config, count: int) -> list[Samples]:
-    """Random inputs, the same each time: some of different lengths, padded, and one as long as is allowed."""
+    """Reproducible random inputs: a padded batch of different lengths, and one input of maximum length."""
     generator = torch.Generator().manual_seed(1)
     if (patches := config.patches) is not None:
         shape = (count, patches.channels, patches.height, patches.width)
         return [{"pixel_values": torch.rand(shape, generator=generator)}]
     longest = longest_input(config)
-    short = min(SHORT, longest)
+    short = min(SHORT_TOKENS, longest)
     lengths_N = torch.randint(1, short + 1, (count,), generator=generator)
     lengths_N[0] = short
     batches = [_draw_tokens(config, lengths_N, generator)]
@@ -61,7 +62,7 @@ def draw_samples(config: Config, count: int) -> list[Samples]:
 
 
 def _draw_tokens(config: Config, lengths_N: Tensor, generator: torch.Generator) -> Samples:
-    """A batch of random ids of these lengths."""
+    """A batch of random ids with these lengths."""
     shape = len(lengths_N), int(lengths_N.max())
     keep_NS = torch.arange(shape[1]) < lengths_N[:, None]
     vocab = config.source_vocab if "encoder" in config.stacks else config.target_vocab
@@ -77,7 +78,7 @@ def _draw_tokens(config: Config, lengths_N: Tensor, generator: torch.Generator) 
 
 @torch.no_grad()
 def fill_weights(model: Model, run: Callable[[], Any]) -> None:
-    """Give a model the probe weights; `run` sends inputs through it, by which its linear layers are scaled."""
+    """Set random weights for the proof; `run` sends inputs through the model, which scales its linear layers."""
     generator = torch.Generator().manual_seed(2)
 
     def noise(parameter: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def fill_weights(model: Model, run: Callable[[], Any]) -> None:
     for name, module in model.named_modules():
         size = _size(name, module, model.config)
         for key, parameter in module.named_parameters(recurse=False):
-            if parameter in filled:  # an LM head that is the embedding
+            if parameter in filled:  # a tied LM head
                 continue
             filled.add(parameter)
             if key == "bias":
@@ -107,20 +108,22 @@ def fill_weights(model: Model, run: Callable[[], Any]) -> None:
 
 
 class _Scaling:
-    """A forward hook that scales the weight of a linear layer, once, so that its outputs have a certain size."""
+    """A forward hook that scales the weight of a linear layer once, to give its outputs a certain size."""
 
     def __init__(self, size: float, tied: bool) -> None:
-        self.size, self.tied, self.done = size, tied, False
+        self.size = size
+        self.tied = tied
+        self.done = False
 
     def __call__(self, linear: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         if not self.done:
             self.done = True
             bias = 0 if linear.bias is None else linear.bias
-            found = float((output - bias).square().mean().sqrt())
+            actual = float((output - bias).square().mean().sqrt())
             if not self.tied:
-                linear.weight.mul_(self.size / max(found, 1e-30))
-            elif linear.bias is not None:  # the weight is the embedding's: the bias takes the size of its products
-                linear.bias.mul_(found / self.size)
+                linear.weight.mul_(self.size / max(actual, 1e-30))
+            elif linear.bias is not None:  # the embedding has this weight too, so scale the bias instead
+                linear.bias.mul_(actual / self.size)
         result: Tensor = linear.forward(*inputs)
         return result
 
@@ -131,19 +134,19 @@ def _embedding(model: Model) -> Tensor | None:
 
 
 def _size(name: str, module: nn.Module, config: Config) -> float:
-    """The size of the outputs of a module, by what it is for."""
+    """The size of the outputs of a module, by its role."""
     stack = config.stacks.get(name.partition(".")[0].replace("source_embedding", "encoder"), config.top)
-    # About the size at which norm_eps counts as much as the variance.
+    # About the size at which norm_eps is as large as the variance.
     hidden = 2 * math.sqrt(stack.norm_eps)
     last = name.rpartition(".")[2]
     if last.endswith("_embedding") or name.startswith("image"):
-        size = 1.0 if stack.position in SINUSOIDS else hidden  # beside sines and cosines
+        size = 1.0 if stack.position in SINUSOIDS else hidden  # comparable to sines and cosines
         return size / math.sqrt(stack.width) if config.scale_embeddings and config.patches is None else size
     if last in ("out", "down", "embed_norm"):
-        first = name.endswith(".blocks.0.attention.out")  # which is added to the embeddings
+        first = name.endswith(".blocks.0.attention.out")  # added to the embeddings
         return 1.0 if first and stack.position in SINUSOIDS else hidden
     if isinstance(module, nn.Embedding):
-        return 1.0 if stack.position == "bucket" else hidden  # added to scores, or to embeddings
+        return 1.0 if stack.position == "bucket" else hidden  # added to attention scores, or to embeddings
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return hidden if stack.norm_at == "post" and ".blocks." in name else 1.0
     if last == "query" and stack.score == "dot":
@@ -151,48 +154,48 @@ def _size(name: str, module: nn.Module, config: Config) -> float:
     return 2.0 if last in ("up", "gate") else 1.0
 
 
-TOLERANCE = 1e-5  # of any output, relative to the largest
-MOST = 1e-3  # where rounding alone makes larger differences
-# Of generation_config.json: the special tokens that a run has too.
+TOLERANCE = 1e-5  # of any output, relative to the largest output
+MAX_TOLERANCE = 1e-3  # if rounding errors are larger
+# Special tokens in a generation_config.json that a run has too.
 TOKEN_KEYS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
-NEW_TOKENS = 16  # of an output that is compared
-UNPADDED = {"pixel_values", "decoder_input_ids"}  # inputs of models whose outputs have no padding
+NEW_TOKENS = 16  # of an output to compare
+UNPADDED = {"pixel_values", "decoder_input_ids"}  # inputs of models with unpadded outputs
 
 
 @dataclass(frozen=True)
 class Proof:
-    """How far apart the outputs of two models are, relative to the largest."""
+    """The difference between the outputs of two models, relative to the largest output."""
 
     samples: int
     difference: float
     tolerance: float
     version: str  # of the other library
     tokens: int = 0  # of the longest sample
-    outputs: int = 0  # that greedy search gave alike
+    outputs: int = 0  # equal outputs of greedy search
 
     @property
     def holds(self) -> bool:
-        return self.difference <= self.tolerance  # false when it is not a number
+        return self.difference <= self.tolerance  # false for NaN
 
     def require(self, source: str, outputs: str, other: str) -> None:
-        """Refuse models that differ."""
+        """Raise a UserError if the models differ."""
         if not self.holds:
             raise UserError(
                 f"{source}: the converted model is not the same: its {outputs} differ from those of {other}"
-                f" by {self.difference:.3g}, where {self.tolerance:g} is allowed. Nothing was written"
+                f" by {self.difference:.3g} (allowed: {self.tolerance:g}). Nothing was written"
             )
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was converted into what, and how it was proven."""
+    """The report of a conversion."""
 
     source: str
     architecture: str
     parameters: int
     proof: Proof | None
     summary: str  # the proof in a sentence
-    details: dict[str, Any]  # what else there is to know of a format
+    details: dict[str, Any]  # further facts about a format
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -201,7 +204,7 @@ class ConversionReport:
 
 
 def require_new(out: str | Path) -> Path:
-    """The directory to write, which must not exist, or be empty."""
+    """The directory to write; it must not exist, or be empty."""
     path = Path(out)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path}: exists already; name a new directory")
@@ -209,7 +212,7 @@ def require_new(out: str | Path) -> Path:
 
 
 def write_reported(out: Path, write: Callable[[Path], ConversionReport]) -> ConversionReport:
-    """Write a directory, complete or not at all."""
+    """Write a directory completely or not at all."""
     reports: list[ConversionReport] = []
     replace_directory(out, lambda path: reports.append(write(path)))
     return reports[0]
@@ -217,7 +220,7 @@ def write_reported(out: Path, write: Callable[[Path], ConversionReport]) -> Conv
 
 @torch.no_grad()
 def our_outputs(model: Model, batches: Sequence[Samples]) -> list[Tensor]:
-    """Logits of every token that is not padding (or of the image or text as a whole), or vectors without an LM head."""
+    """The logits of every token except padding, or of a whole image or text; without an LM head, vectors."""
     config = model.config
     outputs: list[Tensor] = []
     for samples in batches:
@@ -233,10 +236,10 @@ def our_outputs(model: Model, batches: Sequence[Samples]) -> list[Tensor]:
 
 @torch.no_grad()
 def their_outputs(model: Any, config: Config, batches: Sequence[Samples]) -> list[Tensor]:
-    """The same from a model of transformers."""
+    """The same outputs of a model of transformers."""
     outputs: list[Tensor] = []
     for samples in batches:
-        with _their_errors("the model of transformers refuses inputs that fit ours"):
+        with _their_errors("the model of transformers does not accept inputs that our model accepts"):
             out = model(**{name: x.long() if x.dtype == torch.bool else x for name, x in samples.items()})
         outputs.append(_without_padding(out.last_hidden_state if config.output == "none" else out.logits, samples))
         if config.output == "none" and config.pooler:
@@ -257,11 +260,11 @@ def prove(
     count: int,
     defaults: Json | None = None,
 ) -> Proof | None:
-    """Compare a run with the model of a directory, first with their weights, then with those of the probe.
+    """Compare a run with the model of a directory, first with the converted weights, then with random weights.
 
-    None where transformers is not installed, or has no such model. `spare`, a model of the run's config, which may be
-    that of the run, gets the weights of the probe at the end; `export` names our weights as theirs. `defaults` are
-    settings of generation, such as the end, that are used where the directory leaves them out.
+    Returns None if transformers is not installed, or does not have this model. `spare`, a model of the run's config
+    (possibly the run's own), gets the random weights. `export` converts our weights to theirs. `defaults` are settings
+    of generation, such as the end token, for a directory without them.
     """
     try:
         transformers = importlib.import_module("transformers")
@@ -274,10 +277,11 @@ def prove(
     with _quiet(transformers):
         theirs = load_theirs(model_class, directory)
         proofs = [_compare(run.model, theirs, batches)]
-        tolerance, outputs = proofs[0].tolerance, 0
+        tolerance = proofs[0].tolerance
+        outputs = 0
         if run.config.decoder is not None and proofs[0].holds:
             outputs = compare_greedy(run, theirs, batches[0], defaults or {}, tolerance)
-        del theirs  # before another is loaded
+        del theirs  # free the memory before loading the next model
         fill_weights(spare, lambda: our_outputs(spare, batches[-1:]))
         proofs.append(_compare(spare, load_theirs(model_class, directory, export(spare)), batches))
     worst = max(proofs, key=lambda proof: (not proof.holds, proof.difference / proof.tolerance))
@@ -286,19 +290,20 @@ def prove(
 
 
 def _compare(ours: Model, theirs: Any, batches: Sequence[Samples]) -> Proof:
-    """The difference between two models; more is allowed where the rounding of ours alone is as large."""
-    found = our_outputs(ours, batches)
-    difference, tolerance = largest_difference(found, their_outputs(theirs, ours.config, batches)), TOLERANCE
-    if tolerance < difference < MOST:  # sharp attention, for one, enlarges what is rounded
+    """The difference between two models; the tolerance grows with the rounding errors of our model."""
+    outputs = our_outputs(ours, batches)
+    difference = largest_difference(outputs, their_outputs(theirs, ours.config, batches))
+    tolerance = TOLERANCE
+    if tolerance < difference < MAX_TOLERANCE:  # sharp attention, for example, amplifies rounding errors
         exact = our_outputs(copy.deepcopy(ours).double(), batches)
-        tolerance = min(max(tolerance, 10 * largest_difference(found, exact)), MOST)
+        tolerance = min(max(tolerance, 10 * largest_difference(outputs, exact)), MAX_TOLERANCE)
     return Proof(0, difference, tolerance, "")
 
 
 def load_theirs(model_class: Any, directory: Path, weights: dict[str, Tensor] | None = None) -> Any:
-    """The model of a directory, with its own weights or others."""
+    """Load the model of a directory with transformers, with its own weights or others."""
     safe = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32}
-    with _their_errors(f"{directory}: cannot be proven, transformers does not load it"):
+    with _their_errors(f"{directory}: cannot be proven: transformers cannot load it"):
         if weights is None:
             stored = any(directory.glob("*.safetensors"))
             theirs = model_class.from_pretrained(directory, use_safetensors=stored, **safe)
@@ -310,7 +315,7 @@ def load_theirs(model_class: Any, directory: Path, weights: dict[str, Tensor] | 
 
 @contextmanager
 def _their_errors(what: str) -> Iterator[None]:
-    """Turn what transformers raises into a UserError; it may be of any kind, as a directory may be wrong in any way."""
+    """Convert errors of transformers to a UserError; a wrong directory may cause errors of any type."""
     try:
         yield
     except UserError:
@@ -321,7 +326,7 @@ def _their_errors(what: str) -> Iterator[None]:
 
 
 def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Of any outputs, relative to the largest of their kind; not a number where one is not, infinite between shapes."""
+    """The largest difference of outputs, relative to their largest value; infinite if shapes differ, NaN for NaN."""
     if [a.shape for a in ours] != [b.shape for b in theirs]:
         return math.inf
     gaps = [(a - b).abs().max() / b.abs().max().clamp(min=1e-30) for a, b in zip(ours, theirs, strict=True)]
@@ -329,26 +334,30 @@ def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> floa
 
 
 def compare_models(ours: Model, again: Model, count: int) -> Proof:
-    """The difference between two models of ours."""
+    """The difference between two regard models."""
     batches = draw_samples(ours.config, count)
     return Proof(count, largest_difference(our_outputs(again, batches), our_outputs(ours, batches)), TOLERANCE, "")
 
 
 def compare_greedy(run: Run, theirs: Any, samples: Samples, defaults: Json, tolerance: float = TOLERANCE) -> int:
-    """Require that greedy search gives the same with both models -> the number of outputs compared."""
-    config, continues, engine = run.config, run.model.decoder_only, TorchEngine(run)
+    """Require equal outputs of greedy search with both models -> the number of outputs compared."""
+    config = run.config
+    continues = run.model.decoder_only
+    engine = TorchEngine(run)
     room = longest_input(config)
     new = min(NEW_TOKENS, max(1, room // 2))
     tokens = zip(samples["input_ids"], samples["attention_mask"], strict=True)
     rows = [ids_S[keep_S][: max(1, room - new)].tolist() for ids_S, keep_S in tokens]
-    found = engine.decode([SearchInput((row,), limit=new, open_end=continues) for row in rows])
-    with _their_errors(f"{run.path.name}: cannot be proven, transformers does not generate"):
+    results = engine.decode([SearchInput((row,), limit=new, open_end=continues) for row in rows])
+    with _their_errors(f"{run.path.name}: cannot be proven: transformers cannot generate"):
         ends = _simplify_generation(theirs, config, defaults)
-        made = [_generated(theirs, row, new) for row in rows]
-    our_ends = ends if config.ids.eos in ends else {config.ids.eos}  # of several, ours ends with one
-    for row, (hypothesis, *_), output in zip(rows, found, made, strict=True):
+        their_rows = [_generated(theirs, row, new) for row in rows]
+    our_ends = (
+        ends if config.ids.eos in ends else {config.ids.eos}
+    )  # their outputs may have several end tokens, ours one
+    for row, (hypothesis, *_), output in zip(rows, results, their_rows, strict=True):
         answer = output[len(row) :] if continues else output[1:]
-        # The last token may be an end that is forced by the limit.
+        # The last token may be an end token forced by the length limit.
         pair = [_until(ids, last)[: new - 1] for ids, last in ((hypothesis.ids, our_ends), (answer, ends))]
         if pair[0] != pair[1] and not _tied(run.model, row, pair[0], pair[1], tolerance):
             raise UserError(
@@ -369,25 +378,26 @@ def _until(ids: Iterable[int], ends: set[int]) -> list[int]:
 
 
 def _simplify_generation(theirs: Any, config: Config, defaults: Json) -> set[int]:
-    """Leave of their settings of generation those that a run has too -> the ids that end an output."""
+    """Reduce their generation settings to those that a run has too -> the ids of end tokens."""
     before = theirs.generation_config
-    there, ours = Fields(vars(before), GENERATION), Fields(defaults, GENERATION)
-    kept: Json = {}
+    settings = Fields(vars(before), GENERATION)
+    ours = Fields(defaults, GENERATION)
+    ids: Json = {}
     for key in TOKEN_KEYS:
-        known = [index for index in there.token_ids(key) if index < config.target_vocab] or ours.token_ids(key)
+        known = [index for index in settings.token_ids(key) if index < config.target_vocab] or ours.token_ids(key)
         if known:
-            kept[key] = known if key == "eos_token_id" else known[0]
-    suppressed = sorted(suppressed_ids(there, config) | suppressed_ids(ours, config))
-    lsh = any(hasattr(module, "hash_seed") for module in theirs.modules())  # whose cache is hashed from the first token
+            ids[key] = known if key == "eos_token_id" else known[0]
+    suppressed = sorted(suppressed_ids(settings, config) | suppressed_ids(ours, config))
+    lsh = any(hasattr(module, "hash_seed") for module in theirs.modules())  # its cache hashes from the first token
     theirs.generation_config = type(before)(
-        **kept | {"suppress_tokens": suppressed or None}, do_sample=False, num_beams=1, use_cache=not lsh
+        **ids | {"suppress_tokens": suppressed or None}, do_sample=False, num_beams=1, use_cache=not lsh
     )
-    return set(kept.get("eos_token_id", ()))
+    return set(ids.get("eos_token_id", ()))
 
 
 @torch.no_grad()
 def _tied(model: Model, row: list[int], ours: list[int], theirs: list[int], tolerance: float) -> bool:
-    """Whether two outputs part where the model gives two tokens the same logit, but for rounding."""
+    """Whether two outputs diverge at tokens with the same logit, except for rounding."""
     config = model.config
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     a, b = (output[at] if at < len(output) else config.ids.eos for output in (ours, theirs))
@@ -398,7 +408,7 @@ def _tied(model: Model, row: list[int], ours: list[int], theirs: list[int], tole
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Silence the library's log, warnings and progress bars."""
+    """Silence logs, warnings and progress bars of transformers."""
     logging = transformers.utils.logging
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""A Hugging Face directory read safely: only its own files, tensors one by one, and never code."""
+"""Reads Hugging Face directories safely: only their own files, tensors one by one, and never code."""
 
 from __future__ import annotations
 
@@ -22,31 +22,35 @@ from regard.files import read_json, replace_file, require_own_files
 from regard.run import CHAT_TEMPLATE, Generation, Run
 from regard.text.tokenizer import read_text
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
-CODE = ("auto_map", "trust_remote_code", "custom_pipelines")
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}  # as safetensors names them
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+SAFE = "model.safetensors"
+PICKLED = "pytorch_model.bin"
+CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines")
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}  # of safetensors
 
 
 def open_directory(path: Path, log: Callable[[str], None]) -> Json:
-    """The config.json of a directory whose files all lie in it, with the ids of its generation_config.json.
+    """The config.json of a directory, with the token ids of its generation_config.json.
 
-    Ids that are not in the vocabulary are left over from the defaults of a larger one, and left out.
+    Links out of the directory are refused. Ids beyond the vocabulary are defaults of a larger one, and are removed.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such directory")
     if not (path / CONFIG).is_file():
-        raise UserError(f"{path}: not a Hugging Face directory: it has no {CONFIG}")
+        raise UserError(f"{path}: not a Hugging Face directory: {CONFIG} is missing")
     require_own_files(path, sorted(str(entry.relative_to(path)) for entry in path.rglob("*")))
-    files = [Fields.load(path / name) for name in (CONFIG, GENERATION)]  # the second overrules, as in transformers
+    files = [
+        Fields.load(path / name) for name in (CONFIG, GENERATION)
+    ]  # the second takes precedence, as in transformers
     data = files[0].data
     if "model_type" not in data and "format" in data:
-        raise UserError(f"{path}: this is a run; --to hf writes it as a Hugging Face directory")
+        raise UserError(f"{path}: this is a run; use --to hf to convert it to a Hugging Face directory")
     if "quantization_config" in data:
         raise UserError(f"{path / CONFIG}: quantization_config: quantised weights are not supported")
-    code = [key for key in CODE if data.get(key)] + sorted(entry.name for entry in path.glob("*.py"))
+    code = [key for key in CODE_KEYS if data.get(key)] + sorted(entry.name for entry in path.glob("*.py"))
     if code:
-        log(f"ignored: {', '.join(code)} (code that comes with a model is never run)")
+        log(f"ignored: {', '.join(code)} (code in a model directory is never run)")
     sizes = [size for key in ("vocab_size", "decoder_vocab_size") if type(size := data.get(key)) is int]
     size = max(sizes, default=MAX_TOKENS)
     ids: Json = {}
@@ -66,7 +70,7 @@ def open_directory(path: Path, log: Callable[[str], None]) -> Json:
 
 @dataclass
 class Checkpoint:
-    """Their tensors under their full names, read from a safetensors file when asked for."""
+    """Tensors by full name, read on demand from safetensors files."""
 
     where: str
     shapes: dict[str, list[int]] = field(default_factory=dict)
@@ -79,24 +83,26 @@ class Checkpoint:
     def add(self, inner: str, shape: list[int], dtype: str, read: Callable[[], Tensor], family: Family) -> None:
         """Add a tensor by its name in a file."""
         name = family.full_name(inner)
-        self.shapes[name], self.readers[name] = shape, read
+        self.shapes[name] = shape
+        self.readers[name] = read
         if dtype in ("float16", "bfloat16", "float64"):
             self.dtypes.add(dtype)
         elif dtype != "float32" and not family.ignores(name):
-            raise UserError(f"{self.where}: {name} holds {dtype}, which is not a number format of weights")
+            raise UserError(f"{self.where}: {name} has the type {dtype}, which weights cannot have")
 
     def unite(self, second: str, first: str) -> None:
-        """Keep one name of a tensor that may be stored under two."""
+        """Keep only the first name of a tensor that may be stored under two names."""
         if second not in self.shapes:
             return
         if first not in self.shapes:
-            self.shapes[first], self.readers[first] = self.shapes.pop(second), self.readers.pop(second)
+            self.shapes[first] = self.shapes.pop(second)
+            self.readers[first] = self.readers.pop(second)
         elif self.shapes[second] == self.shapes[first] and torch.equal(self.tensor(second), self.tensor(first)):
             del self.shapes[second]
 
 
 def open_weights(path: Path, family: Family, hf: Fields, log: Callable[[str], None]) -> Checkpoint:
-    """The tensors of a directory, in one file or several, each under one name."""
+    """Open the tensors of a directory, in one file or several."""
     for name, read in ((SAFE, _read_safetensors), (PICKLED, _read_pickled)):
         index = path / f"{name}.index.json"
         if (path / name).is_file():
@@ -107,11 +113,11 @@ def open_weights(path: Path, family: Family, hf: Fields, log: Callable[[str], No
             continue
         checkpoint = Checkpoint(str(path))
         if name == PICKLED:
-            log(f"{name}: a pickled file; only its tensors are read (weights_only), never code")
+            log(f"{name}: a pickle file; only its tensors are read (weights_only), never code")
         for part in parts:
             read(part, checkpoint, family)
         if checkpoint.dtypes:
-            log(f"weights in {', '.join(sorted(checkpoint.dtypes))} become float32")
+            log(f"weights in {', '.join(sorted(checkpoint.dtypes))} are converted to float32")
         for second, first in family.aliases(hf).items():
             checkpoint.unite(second, first)
         return checkpoint
@@ -119,7 +125,7 @@ def open_weights(path: Path, family: Family, hf: Fields, log: Callable[[str], No
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index names, which must lie beside it."""
+    """The files that an index names, which must be in the same directory."""
     data = read_json(index)
     names = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -127,16 +133,16 @@ def _shards(index: Path) -> list[Path]:
     parts = sorted(set(names.values()))
     for name in parts:
         if Path(name).name != name or "\\" in name:
-            raise UserError(f"{index}: {name!r} is not the name of a file beside it")
+            raise UserError(f"{index}: {name!r} is not the name of a file in the same directory")
     missing = [name for name in parts if not (index.parent / name).is_file()]
     if missing:
-        raise UserError(f"{index}: these parts are not there: {', '.join(missing)}")
+        raise UserError(f"{index}: these parts are missing: {', '.join(missing)}")
     return [index.parent / name for name in parts]
 
 
 def _read_safetensors(path: Path, checkpoint: Checkpoint, family: Family) -> None:
     try:
-        file = safe_open(path, framework="pt")  # open as long as its tensors may be read
+        file = safe_open(path, framework="pt")  # stays open until its tensors have been read
         names = file.keys()
         for inner in names:
             header = file.get_slice(inner)
@@ -151,30 +157,30 @@ def _read_pickled(path: Path, checkpoint: Checkpoint, family: Family) -> None:
     _require_stored(path)
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of any kind: the file may be broken, or hold more than tensors
+    except Exception as error:  # of any type: the file may be broken, or contain other objects
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: not readable as plain weights: {message}") from None
     if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
-        raise UserError(f"{path}: must hold a table of tensors and nothing else")
+        raise UserError(f"{path}: must contain only a table of tensors")
     for inner, x in tensors.items():
         checkpoint.add(str(inner), list(x.shape), str(x.dtype).removeprefix("torch."), x.float, family)
 
 
 def _require_stored(path: Path) -> None:
-    """Refuse an archive of compressed files, which may need any amount of memory; torch writes them as they are."""
+    """Refuse an archive with compressed files, which may need any amount of memory; torch does not compress."""
     if not zipfile.is_zipfile(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            packed = [file.filename for file in archive.infolist() if file.compress_type != zipfile.ZIP_STORED]
+            compressed = [file.filename for file in archive.infolist() if file.compress_type != zipfile.ZIP_STORED]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: not readable as plain weights: {error}") from None
-    if packed:
-        raise UserError(f"{path}: not readable as plain weights: {packed[0]} in it is compressed")
+    if compressed:
+        raise UserError(f"{path}: not readable as plain weights: {compressed[0]} in it is compressed")
 
 
-USUAL_LENGTH = 512  # tokens of a decoder, start and end counted, where a run does not limit its outputs
-# Settings of theirs for which there is an option of `generate` or `train`, and values that change nothing.
+DEFAULT_LENGTH = 512  # tokens of an output, including start and end, of a run without a limit
+# Settings of transformers -> (option of `generate`, value without an effect).
 OPTIONS: dict[str, tuple[str, Any]] = {
     "num_beams": ("--beam", 1),
     "do_sample": ("--sample", False),
@@ -188,7 +194,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "min_length": ("--min-length", 0),
     "min_new_tokens": ("--min-length", None),
 }
-# Read here or with the special tokens, or without an effect on a greedy output.
+# Settings that are read (here or with the special tokens), or without an effect on greedy outputs.
 READ = {
     *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id"),
     *("suppress_tokens", "bad_words_ids", "max_length", "max_new_tokens"),
@@ -198,32 +204,32 @@ READ = {
 
 
 def read_generation(directory: Path, hf: Fields, config: Config, log: Callable[[str], None]) -> Generation:
-    """The ids never produced and the usual limit of outputs; older directories have them in config.json."""
-    there = Fields.load(directory / GENERATION)
-    if there.data:
-        kept = [_named(key, value) for key, value in there.data.items() if key not in READ and not _idle(key, value)]
-        if kept:
-            log(f"not kept, as a run has no such defaults: {', '.join(kept)}")
+    """The suppressed ids and the length limit of outputs; older directories have them in config.json."""
+    settings = Fields.load(directory / GENERATION)
+    if settings.data:
+        others = {key: value for key, value in settings.data.items() if key not in READ and not _idle(key, value)}
+        if others:
+            log(f"not kept, because a run has no such defaults: {', '.join(map(_named, others, others.values()))}")
     else:
-        there = hf
-    if longer := [row for row in _bad_words(there) if len(row) > 1]:
-        log(f"not kept: {len(longer)} of bad_words_ids, which are more than one token long (--forbid PHRASE)")
-    special = set(config.ids.model_dump().values())  # which a run never produces, but for the end
-    suppressed = sorted(suppressed_ids(there, config) - special)
-    return parse(Generation, {"suppressed": suppressed, "max_length": _limit(there, config, log)}, there.where)
+        settings = hf
+    if longer := [row for row in _bad_words(settings) if len(row) > 1]:
+        log(f"not kept: {len(longer)} of bad_words_ids, which have more than one token (use --forbid PHRASE)")
+    special = set(config.ids.model_dump().values())  # a run never produces them, except the end token
+    suppressed = sorted(suppressed_ids(settings, config) - special)
+    return parse(Generation, {"suppressed": suppressed, "max_length": _limit(settings, config, log)}, settings.where)
 
 
-def suppressed_ids(there: Fields, config: Config) -> set[int]:
-    """The ids of the vocabulary that settings of theirs never produce."""
-    single = (row[0] for row in _bad_words(there) if len(row) == 1)
-    return {index for index in (*single, *there.token_ids("suppress_tokens")) if index < config.target_vocab}
+def suppressed_ids(settings: Fields, config: Config) -> set[int]:
+    """The ids of the vocabulary that are suppressed by their settings."""
+    single = (row[0] for row in _bad_words(settings) if len(row) == 1)
+    return {index for index in (*single, *settings.token_ids("suppress_tokens")) if index < config.target_vocab}
 
 
-def _bad_words(there: Fields) -> list[list[int]]:
-    words = there.get("bad_words_ids", [])
+def _bad_words(settings: Fields) -> list[list[int]]:
+    words = settings.get("bad_words_ids", [])
     if not isinstance(words, list) or not all(isinstance(row, list) for row in words):
-        raise UserError(f"{there.where}: bad_words_ids must be a list of lists of ids, not {words!r:.100}")
-    rows = [(row, Fields({"bad_words_ids": row}, there.where).token_ids("bad_words_ids")) for row in words]
+        raise UserError(f"{settings.where}: bad_words_ids must be a list of lists of ids, not {words!r:.100}")
+    rows = [(row, Fields({"bad_words_ids": row}, settings.where).token_ids("bad_words_ids")) for row in words]
     return [ids for row, ids in rows if len(ids) == len(row)]
 
 
@@ -235,20 +241,23 @@ def _named(key: str, value: Any) -> str:
     return f"{key} {value!r}" + (f" ({OPTIONS[key][0]})" if key in OPTIONS else "")
 
 
-def _limit(there: Fields, config: Config, log: Callable[[str], None]) -> int | None:
-    """Most output tokens: without the end, and without the start token, which max_length counts too."""
-    new, total = (None if there.get(key) is None else there.count(key) for key in ("max_new_tokens", "max_length"))
+def _limit(settings: Fields, config: Config, log: Callable[[str], None]) -> int | None:
+    """The maximum number of output tokens, without the end token and the start token, which max_length includes."""
+    new, total = (
+        None if settings.get(key) is None else settings.count(key) for key in ("max_new_tokens", "max_length")
+    )
     if config.encoder is None:
         if total is not None and new is None:
-            log(f"not kept: max_length {total}, which counts the prompt too (--max-length limits what is added)")
+            log(f"not kept: max_length {total}, which includes the prompt (--max-length limits only new tokens)")
         return new
     limit = new - 1 if new is not None else total - 2 if total is not None else 0
     return limit if limit > 0 else None
 
 
 def write_generation(run: Run) -> Json:
-    """The generation_config.json of a run with a decoder: what it never produces, where it ends, and how long it is."""
-    config, limit = run.config, run.generation.max_length
+    """The generation_config.json of a run with a decoder: suppressed ids, end token and length limit."""
+    config = run.config
+    limit = run.generation.max_length
     settings: Json = {
         "eos_token_id": config.ids.eos,
         "pad_token_id": config.ids.pad,
@@ -259,18 +268,18 @@ def write_generation(run: Run) -> Json:
     positions = min(config.top.max_length, config.top.max_positions or config.top.max_length)
     if config.encoder is None:
         limit = limit or CONTINUATION_LENGTH
-        # A prompt and as many tokens must fit the positions: else they are the limit of both together.
+        # If a prompt of `limit` tokens and the output do not fit the positions, limit their sum instead.
         length = {"max_length": positions} if 2 * limit > positions else {"max_new_tokens": limit}
         return settings | {"bos_token_id": config.start_id} | length
     return settings | {
         "decoder_start_token_id": config.start_id,
-        "forced_eos_token_id": config.ids.eos,  # at the limit, as here
-        "max_length": min(USUAL_LENGTH if limit is None else limit + 2, positions),
+        "forced_eos_token_id": config.ids.eos,  # at the limit, as regard does
+        "max_length": min(DEFAULT_LENGTH if limit is None else limit + 2, positions),
     }
 
 
 def read_chat_template(directory: Path, log: Callable[[str], None]) -> str | None:
-    """The chat template of a directory; of several, the default one."""
+    """The chat template of a directory, or the default one of several."""
     if (directory / CHAT_TEMPLATE).is_file():
         return read_text(directory / CHAT_TEMPLATE)
     template = Fields.load(directory / SETTINGS).get("chat_template")
@@ -278,10 +287,10 @@ def read_chat_template(directory: Path, log: Callable[[str], None]) -> str | Non
         named = {str(x.get("name")): x.get("template") for x in template if isinstance(x, dict)}
         template = named.pop("default", None)
         if named:
-            log(f"not kept: the chat templates {', '.join(sorted(named))}; only the default one is")
+            log(f"not kept: the chat templates {', '.join(sorted(named))}; only the default template is kept")
     return template if isinstance(template, str) else None
 
 
 def write_chat_template(template: str, directory: Path) -> None:
-    """Write a chat template into a run, or a directory of theirs."""
+    """Write a chat template into a run or a Hugging Face directory."""
     replace_file(directory / CHAT_TEMPLATE, lambda temporary: temporary.write_bytes(template.encode("utf-8")))

@@ -16,13 +16,13 @@ from regard.errors import UserError
 def _layers(hf: Fields) -> int:
     layers = hf.get("attn_layers", ["local", "lsh"] * 3)
     if not isinstance(layers, list) or not layers or any(layer != "lsh" for layer in layers):
-        raise UserError(f"{hf.where}: attn_layers {layers!r} is not supported, only layers that are all lsh")
+        raise UserError(f"{hf.where}: attn_layers {layers!r} is not supported: all layers must be lsh")
     return len(layers)
 
 
 def _buckets(hf: Fields) -> Any:
     buckets = hf.get("num_buckets")
-    if isinstance(buckets, list) and all(type(part) is int for part in buckets):  # factors of one number
+    if isinstance(buckets, list) and all(type(part) is int for part in buckets):  # factors of the number of buckets
         return math.prod(buckets)
     return buckets
 
@@ -30,9 +30,10 @@ def _buckets(hf: Fields) -> Any:
 def _read_positions(hf: Fields) -> Json:
     if not hf.flag("axial_pos_embds", True):
         return {"decoder.position": "learned"}
-    shape, widths = hf.get("axial_pos_shape", [64, 64]), hf.get("axial_pos_embds_dim", [64, 192])
+    shape = hf.get("axial_pos_shape", [64, 64])
+    widths = hf.get("axial_pos_embds_dim", [64, 192])
     if not (isinstance(shape, list) and isinstance(widths, list) and len(shape) == len(widths) == 2):
-        raise UserError(f"{hf.where}: axial_pos_shape {shape!r} is not supported, only rows and columns")
+        raise UserError(f"{hf.where}: axial_pos_shape {shape!r} is not supported: it must have rows and columns")
     axial = {"rows": shape[0], "columns": shape[1], "row_width": widths[0]}
     return {"decoder.position": "axial", "decoder.axial": axial}
 
@@ -49,7 +50,8 @@ def _write_positions(config: Config) -> Json:
 
 
 def _weights(config: Config, hf: Fields) -> Table:
-    layer, block = "reformer.encoder.layers.{n}.", "decoder.blocks.{n}."
+    layer = "reformer.encoder.layers.{n}."
+    block = "decoder.blocks.{n}."
     positions = "reformer.embeddings.position_embeddings."
     rows: Table = {
         "reformer.embeddings.word_embeddings": "target_embedding",
@@ -104,6 +106,6 @@ REFORMER = Family(
     },
     weights=_weights,
     extra=lambda config: {"lm_head.bias": torch.zeros(config.target_vocab)},
-    # A bias of the LM head is stored, but transformers 5 does not add it.
+    # The checkpoint has a bias of the LM head, but transformers 5 does not add it.
     ignored=("lm_head.bias", "lm_head.decoder.bias"),
 )

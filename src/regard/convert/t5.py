@@ -1,4 +1,5 @@
-"""T5: an encoder-decoder with positions in buckets, RMS norms and no biases; 1.1 has gated layers and an LM head."""
+"""T5: an encoder-decoder with bucketed relative positions, RMS norms and no biases; T5 1.1 has gated layers and an
+untied LM head."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from regard.errors import UserError
 def _read_feed_forward(hf: Fields) -> Json:
     name = str(hf.get("feed_forward_proj", "relu"))
     gated = name.startswith("gated-")
-    if name == "gated-gelu":  # which has always meant the approximation
+    if name == "gated-gelu":  # means the tanh approximation
         name = "gated-gelu_new"
     activation = ACTIVATIONS.get(name.removeprefix("gated-"))
     if activation is None:
-        raise UserError(f"{hf.where}: feed_forward_proj {name!r} is not supported, only relu, gated-gelu and the like")
+        raise UserError(
+            f"{hf.where}: feed_forward_proj {name!r} is not supported, only gated-gelu or an activation such as relu"
+        )
     return dict.fromkeys(both("gated"), gated) | dict.fromkeys(both("activation"), activation)
 
 
@@ -28,8 +31,8 @@ def _write_feed_forward(config: Config) -> Json:
 
 
 def _weights(config: Config, hf: Fields) -> Table:
-    # Theirs divides what the decoder gives by sqrt(width), where the LM head is tied or the config says so; ours has
-    # this factor in the weights of the last norm.
+    # transformers divides the output of the decoder by sqrt(width) if the LM head is tied or the config requires it;
+    # here this factor is part of the weights of the last norm.
     scales = hf.flag("scale_decoder_outputs", hf.get("tie_word_embeddings") is not False)
     last = scaled(config.top.width**-0.5) if scales else SAME
     rows: Table = {
@@ -39,9 +42,10 @@ def _weights(config: Config, hf: Fields) -> Table:
         "decoder.final_layer_norm": Transformed("decoder.norm", last),
     }
     for name, stack in config.stacks.items():
-        layer, block = f"{name}.block.{{n}}.layer.", f"{name}.blocks.{{n}}."
+        layer = f"{name}.block.{{n}}.layer."
+        block = f"{name}.blocks.{{n}}."
         first = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias"
-        rows[first] = f"{name}.position.table"  # stored in the first layer, used by all
+        rows[first] = f"{name}.position.table"  # stored in the first layer, used by all layers
         attentions = [("0.SelfAttention", "attention")]
         if name == "decoder":
             attentions.append(("1.EncDecAttention", "cross"))

@@ -1,8 +1,8 @@
-"""Weight tables: which of their tensors become which of ours. One table serves both directions.
+"""Weight tables, which map tensor names of another library to ours. One table serves both directions.
 
-A table is `{theirs: ours}`, with `{n}` for the number of a layer. A name is that of a tensor, or of a module and then
-stands for its weight and its bias. Several names on one side are concatenated along the first dimension. A row whose
-tensors our model does not have is not used.
+A table is `{theirs: ours}`, with `{n}` for the layer number. A name is that of a tensor, or of a module, and then means
+its weight and its bias. Several names on one side are concatenated along the first dimension. Rows without tensors in
+our model are not used.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from regard.run import require_shapes
 
 
 class Transform(NamedTuple):
-    """A change of a tensor, and its inverse."""
+    """A transform of a tensor, and its inverse."""
 
     to_ours: Callable[[Tensor], Tensor]
     to_theirs: Callable[[Tensor], Tensor]
 
 
 SAME = Transform(lambda x: x, lambda x: x)
-TRANSPOSED = Transform(torch.t, torch.t)  # a vector stays as it is
+TRANSPOSED = Transform(torch.t, torch.t)  # vectors do not change
 
 
 def scaled(factor: float) -> Transform:
-    """Ours is theirs times a number."""
+    """Our tensor is their tensor times a factor."""
     return Transform(lambda x: x * factor, lambda x: x / factor)
 
 
 def shaped(*theirs: int) -> Transform:
-    """The same numbers in another shape on their side; the shape of ours follows from the model."""
+    """Their tensor has another shape; our shape is taken from the model."""
     return Transform(lambda x: x, lambda x: x.reshape(theirs))
 
 
 class Transformed(NamedTuple):
-    """Our names in a row that needs a transform."""
+    """Our names in a row with a transform."""
 
     ours: str | tuple[str, ...]
     transform: Transform
@@ -52,7 +52,7 @@ Table = dict[str | tuple[str, ...], str | tuple[str, ...] | Transformed]
 
 @dataclass(frozen=True)
 class TensorRule:
-    """A row of a table, written out for certain tensors."""
+    """A row of a table, expanded to the names of tensors."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -64,27 +64,28 @@ class TensorRule:
 
     def to_ours(self, theirs: Iterable[Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         joined = self.transform.to_ours(torch.cat(list(theirs)))
-        wanted = [shapes[name] for name in self.ours]
-        if len(wanted) == 1:
-            return {self.ours[0]: joined.reshape(wanted[0])}
-        return dict(zip(self.ours, joined.split([shape[0] for shape in wanted]), strict=True))
+        our_shapes = [shapes[name] for name in self.ours]
+        if len(our_shapes) == 1:
+            return {self.ours[0]: joined.reshape(our_shapes[0])}
+        return dict(zip(self.ours, joined.split([shape[0] for shape in our_shapes]), strict=True))
 
 
 def expand(table: Table, parameters: Iterable[str]) -> list[TensorRule]:
     """The rules of a table for a model with these parameters."""
-    have = set(parameters)
-    layers = sorted({int(number) for name in have for number in re.findall(r"\.blocks\.(\d+)\.", name)})
+    names = set(parameters)
+    layers = sorted({int(number) for name in names for number in re.findall(r"\.blocks\.(\d+)\.", name)})
     rules: list[TensorRule] = []
     for left, row in table.items():
         right, transform = row if isinstance(row, Transformed) else (row, SAME)
-        theirs, ours = (left,) if isinstance(left, str) else left, (right,) if isinstance(right, str) else right
+        theirs = (left,) if isinstance(left, str) else left
+        ours = (right,) if isinstance(right, str) else right
         for n in layers if "{n}" in ours[0] else [None]:
             for suffix in ("", ".weight", ".bias"):
-                names, their_names = (
-                    tuple(name.replace("{n}", str(n)) + suffix for name in side) for side in (ours, theirs)
+                their_names, our_names = (
+                    tuple(name.replace("{n}", str(n)) + suffix for name in side) for side in (theirs, ours)
                 )
-                if have.issuperset(names):
-                    rules.append(TensorRule(their_names, names, transform))
+                if names.issuperset(our_names):
+                    rules.append(TensorRule(their_names, our_names, transform))
     return rules
 
 
@@ -95,7 +96,7 @@ def check_weights(
     ignores: Callable[[str], bool],
     where: str,
 ) -> list[str]:
-    """Require that tensors of these shapes fit our parameters -> names of tensors that are not needed."""
+    """Require that tensors of these shapes fit our parameters -> names of ignored tensors."""
     rules = expand(table, parameters)
     expected: dict[str, list[int]] = {}
     for rule in rules:
@@ -104,13 +105,13 @@ def check_weights(
     ignored = {name for name in shapes.keys() - expected.keys() if ignores(name)}
     needed = {name: shape for name, shape in shapes.items() if name not in ignored}
     uncovered = parameters.keys() - {name for rule in rules for name in rule.ours}
-    require_shapes(needed, expected, where, [f"nothing gives our {name}" for name in sorted(uncovered)])
+    require_shapes(needed, expected, where, [f"no tensor for our {name}" for name in sorted(uncovered)])
     return sorted(ignored)
 
 
 @torch.no_grad()
 def import_weights(parameters: Mapping[str, Tensor], table: Table, tensor: Callable[[str], Tensor]) -> None:
-    """Copy their tensors, which were checked, into our parameters; `tensor` reads one of theirs by name."""
+    """Copy their tensors, already checked, into our parameters; `tensor` reads one of theirs by name."""
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     for rule in expand(table, parameters):
         for name, value in rule.to_ours(map(tensor, rule.theirs), shapes).items():
@@ -119,11 +120,11 @@ def import_weights(parameters: Mapping[str, Tensor], table: Table, tensor: Calla
 
 @torch.no_grad()
 def export_weights(parameters: Mapping[str, Tensor], table: Table) -> dict[str, Tensor]:
-    """Their tensors, made from our parameters."""
+    """Convert our parameters to their tensors."""
     rules = expand(table, parameters)
-    missed = parameters.keys() - {name for rule in rules for name in rule.ours}
-    if missed:
-        raise UserError("these weights have no place there: " + ", ".join(sorted(missed)))
+    unmapped = parameters.keys() - {name for rule in rules for name in rule.ours}
+    if unmapped:
+        raise UserError("these weights have no counterpart there: " + ", ".join(sorted(unmapped)))
     tensors: dict[str, Tensor] = {}
     for rule in rules:
         tensors |= rule.to_theirs(parameters[name] for name in rule.ours)

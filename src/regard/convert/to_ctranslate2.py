@@ -1,7 +1,6 @@
-"""Runs written for CTranslate2, which decodes encoder-decoders fast on a CPU, and proven by forced scores.
+"""Conversion to CTranslate2, which decodes encoder-decoders fast on a CPU, proven by forced scores.
 
-A setting that CTranslate2 does not have is refused by name, so that nothing is written that would compute something
-else.
+Settings that CTranslate2 does not support are refused by name, so a written model always computes the same.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tokenizers import Tokenizer as Library
 from torch import Tensor
 
 from regard.config import Config, Stack
-from regard.convert.proof import SHORT, ConversionReport, Proof, require_new, write_reported
+from regard.convert.proof import SHORT_TOKENS, ConversionReport, Proof, require_new, write_reported
 from regard.convert.table import Table, export_weights
 from regard.errors import UserError, missing_extra, plural
 from regard.nn.position import sinusoid
@@ -30,13 +29,13 @@ Precision = Literal["fp32", "int8"]
 COMPUTE_TYPES = {"fp32": "float32", "int8": "int8"}
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh", "silu": "SWISH", "tanh": "Tanh"}
 POSITION_KINDS = ("none", "sinusoid", "sinusoid_halves", "learned", "rotary", "bucket")
-POSITIONS = 8192  # rows of a written table of positions; ours are computed without a limit
-MAX_DISTANCE = 128  # distances from this one on share a bucket
-TOLERANCE = 1e-4  # of a log-probability, relative to it where it is above 1
+POSITIONS = 8192  # rows of a written position table; regard computes positions without a limit
+MAX_DISTANCE = 128  # all larger distances share a bucket
+TOLERANCE = 1e-4  # of a log-probability; relative if its absolute value is above 1
 
 
 def library() -> Any:
-    """The package ctranslate2, which is an extra."""
+    """Import ctranslate2, an optional package."""
     try:
         return importlib.import_module("ctranslate2")
     except ImportError:
@@ -44,22 +43,23 @@ def library() -> Any:
 
 
 def names_of(run: Run) -> tuple[list[str], list[str]]:
-    """The source and the target tokens by id, as the tokenizers write them; CTranslate2 wants different strings.
+    """The names of the source and target tokens by id. CTranslate2 requires unique names.
 
-    No text is cut into one of the names that are made up.
+    The tokenizers never produce an invented name.
     """
-    codec, config = run.codec, run.config
+    codec = run.codec
+    config = run.config
     source = _token_names(codec.source, codec.features, config.source_vocab)
     return source, _token_names(codec.target, codec.features if codec.shared else (), config.target_vocab)
 
 
 def _token_names(tokenizer: Tokenizer, features: Sequence[str], size: int) -> list[str]:
     pieces = Library.from_str(tokenizer.to_json())
-    wanted = [pieces.id_to_token(index) for index in range(tokenizer.size)]
-    wanted += [f"< feature {name} >" for name in features]
+    tokens = [pieces.id_to_token(index) for index in range(tokenizer.size)]
+    tokens += [f"< feature {name} >" for name in features]
     names: dict[str, None] = {}
     for index in range(size):
-        name = (wanted[index] if index < len(wanted) else None) or f"< {index} >"
+        name = (tokens[index] if index < len(tokens) else None) or f"< {index} >"
         while name in names:
             name = f"< {index} {name} >"
         names[name] = None
@@ -67,10 +67,11 @@ def _token_names(tokenizer: Tokenizer, features: Sequence[str], size: int) -> li
 
 
 def misfits(config: Config) -> list[str]:
-    """The settings that CTranslate2 does not have, each with those that it has."""
-    encoder, decoder = config.encoder, config.decoder
+    """The settings that CTranslate2 does not support, each with the supported ones."""
+    encoder = config.encoder
+    decoder = config.decoder
     if encoder is None or decoder is None:
-        return [f"{' and '.join(config.stacks)} alone (there: an encoder and a decoder)"]
+        return [f"only {' and '.join(config.stacks)} (there: an encoder and a decoder)"]
     wrong: list[str] = []
     for side, stack in config.stacks.items():
         for setting, fits, there in (
@@ -97,14 +98,15 @@ def _keeps_all(stack: Stack, kept: tuple[tuple[int, ...], ...] | None) -> bool:
 
 
 def weight_table(config: Config) -> Table:
-    """Their variables and our weights. `weight` and `bias` of a norm are called gamma and beta there."""
+    """CTranslate2 variables -> our weights. `weight` and `bias` of a norm are gamma and beta there."""
     rows: Table = {
         "encoder.embeddings.0": "source_embedding",
         "decoder.embeddings": "target_embedding",
         "decoder.projection": "output",
     }
     for side, stack in config.stacks.items():
-        layer, block = f"{side}.layer.{{n}}.", f"{side}.blocks.{{n}}."
+        layer = f"{side}.layer.{{n}}."
+        block = f"{side}.blocks.{{n}}."
         cross = f"{layer}attention."
         rows |= {
             f"{side}.layernorm_embedding": f"{side}.embed_norm",
@@ -129,17 +131,17 @@ def weight_table(config: Config) -> Table:
 
 
 def specification(run: Run, add_special_tokens: bool) -> Any:
-    """A run as a TransformerSpec; CTranslate2 can add the special tokens around a source itself."""
+    """A run as a TransformerSpec; with `add_special_tokens`, CTranslate2 adds the special tokens of a source."""
     config = run.config
     if wrong := misfits(config):
-        raise UserError(f"{run.path}: CTranslate2 has no place for these settings:\n  " + "\n  ".join(wrong))
+        raise UserError(f"{run.path}: CTranslate2 does not support these settings:\n  " + "\n  ".join(wrong))
     specs = library().specs
     encoder = specs.TransformerEncoderSpec(**_stack_options(config.stacks["encoder"], specs))
     decoder = specs.TransformerDecoderSpec(**_stack_options(config.stacks["decoder"], specs))
     spec = specs.TransformerSpec(encoder, decoder)
     for name, tensor in export_weights(weights_of(run.model), weight_table(config)).items():
         if not bool(tensor.isfinite().all()):
-            raise UserError(f"{run.path}: some of its weights are not numbers ({name}); was training stable?")
+            raise UserError(f"{run.path}: some weights are not finite ({name}); was training stable?")
         _set_variable(spec, name, tensor)
     if config.share_embeddings:
         decoder.embeddings.weight = encoder.embeddings[0].weight
@@ -148,20 +150,25 @@ def specification(run: Run, add_special_tokens: bool) -> Any:
     for stack_spec, stack in zip((encoder, decoder), config.stacks.values(), strict=True):
         stack_spec.scale_embeddings = config.scale_embeddings
         _set_positions(stack_spec, stack)
-    (source, target), ids, settings = names_of(run), config.ids, spec.config
+    source, target = names_of(run)
+    ids = config.ids
+    settings = spec.config
     spec.register_source_vocabulary(source)
     spec.register_target_vocabulary(target)
-    settings.unk_token, settings.bos_token, settings.eos_token = (target[i] for i in (ids.unk, ids.sos, ids.eos))
+    settings.unk_token = target[ids.unk]
+    settings.bos_token = target[ids.sos]
+    settings.eos_token = target[ids.eos]
     settings.decoder_start_token = target[config.start_id]
     settings.layer_norm_epsilon = config.top.norm_eps
     before, after = ids.around(run.codec.frame)
-    settings.add_source_bos, settings.add_source_eos = (add_special_tokens and bool(x) for x in (before, after))
+    settings.add_source_bos = add_special_tokens and bool(before)
+    settings.add_source_eos = add_special_tokens and bool(after)
     return spec
 
 
 def _stack_options(stack: Stack, specs: Any) -> dict[str, Any]:
-    """The arguments of a TransformerEncoderSpec or a TransformerDecoderSpec."""
-    rotary = {"rotary_dim": 0, "rotary_interleave": False, "rotary_base": stack.rotary.base}  # 0: all of a head
+    """The arguments of a TransformerEncoderSpec or TransformerDecoderSpec."""
+    rotary = {"rotary_dim": 0, "rotary_interleave": False, "rotary_base": stack.rotary.base}  # 0: the whole head
     return {
         "num_layers": stack.layers,
         "num_heads": stack.heads,
@@ -183,18 +190,19 @@ def _set_variable(spec: Any, name: str, tensor: Tensor) -> None:
     for part in path:
         spec = spec[int(part)] if part.isdecimal() else getattr(spec, part)
     if last == "position_encodings":
-        spec, last = spec.position_encodings, "encodings"
+        spec = spec.position_encodings
+        last = "encodings"
     elif hasattr(spec, "gamma"):
         last = {"weight": "gamma", "bias": "beta"}[last]
     setattr(spec, last, tensor.float().contiguous().numpy(force=True))
 
 
 def _set_positions(spec: Any, stack: Stack) -> None:
-    """Set positions that are not weights, and the scale of attention scores."""
+    """Set the position tables that are not weights, and the scale of attention scores."""
     if stack.position in ("sinusoid", "sinusoid_halves"):
         halves = stack.position == "sinusoid_halves"
         spec.position_encodings.encodings = sinusoid(torch.arange(POSITIONS), stack.width, halves).numpy()
-    elif stack.position == "none":  # without a table CTranslate2 would use its own
+    elif stack.position == "none":  # without a table, CTranslate2 would use sinusoids
         spec.position_encodings.encodings = np.zeros((POSITIONS, stack.width), np.float32)
     for layer in spec.layer:
         if stack.position == "bucket":
@@ -214,27 +222,29 @@ def write_model(run: Run, directory: Path, precision: Precision = "fp32", add_sp
 
 
 def open_translator(directory: Path, precision: Precision, workers: int = 1, threads: int = 1) -> Any:
-    """A CTranslate2 Translator, which holds the model in memory: the directory is not needed any more."""
-    ctranslate2, compute_type = library(), COMPUTE_TYPES[precision]
+    """Load a CTranslate2 Translator; it does not need the directory afterwards."""
+    ctranslate2 = library()
+    compute_type = COMPUTE_TYPES[precision]
     if compute_type not in ctranslate2.get_supported_compute_types("cpu"):
-        raise UserError(f"precision {precision}: CTranslate2 cannot do this on this processor; use fp32")
+        raise UserError(f"precision {precision}: CTranslate2 does not support it on this CPU; use fp32")
     return ctranslate2.Translator(
         str(directory), compute_type=compute_type, inter_threads=workers, intra_threads=threads
     )
 
 
 def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision = "fp32") -> ConversionReport:
-    """Write a run as a directory of CTranslate2."""
+    """Convert a run to a CTranslate2 directory."""
 
     def write_proven(path: Path) -> ConversionReport:
-        write_model(run, path, add_special_tokens=True)  # the model is proven before its weights are quantised
+        write_model(run, path, add_special_tokens=True)  # proven before quantisation
         proof = Proof(samples, largest_difference(run, path, samples, "fp32"), TOLERANCE, library().__version__)
         proof.require(str(run.path), "log-probabilities", f"CTranslate2 {proof.version}")
         summary = (
-            f"proven: log-probabilities of {plural(proof.samples, 'random output')} by this model and by CTranslate2"
-            f" {proof.version} in fp32 differ by at most {proof.difference:.2g} (allowed: {proof.tolerance:g})"
+            f"proven: the log-probabilities of {plural(proof.samples, 'random output')} by this model and by"
+            f" CTranslate2 {proof.version} in fp32 differ by at most {proof.difference:.2g}"
+            f" (allowed: {proof.tolerance:g})"
         )
-        difference = None  # the largest of a log-probability, with weights of 8 bits
+        difference = None  # largest difference of a log-probability in int8
         if precision == "int8":
             for file in path.iterdir():
                 file.unlink()
@@ -249,8 +259,9 @@ def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision
 
 @torch.inference_mode()
 def largest_difference(run: Run, directory: Path, count: int, precision: Precision) -> float:
-    """Of the log-probability of any token of random outputs, or of the end after them; relative where it is above 1."""
-    config, device = run.config, run.model.device
+    """The largest difference of the log-probability of any token of random outputs; relative if it is above 1."""
+    config = run.config
+    device = run.model.device
     drawn = [_draw(config, vocab, count) for vocab in (config.source_vocab, config.target_vocab)]
     named = ([[names[i] for i in row] for row in rows] for names, rows in zip(names_of(run), drawn, strict=True))
     theirs = open_translator(directory, precision).score_batch(*named, max_input_length=0)
@@ -267,9 +278,9 @@ def largest_difference(run: Run, directory: Path, count: int, precision: Precisi
 
 
 def _draw(config: Config, vocab: int, count: int) -> list[list[int]]:
-    """The same random texts each time, of different lengths."""
+    """Reproducible random texts of different lengths."""
     generator = np.random.default_rng(1)
     special = set(config.ids.model_dump(exclude_none=True).values())
     tokens = [index for index in range(vocab) if index not in special] or [config.ids.unk]
-    longest = min(SHORT, *(stack.max_length - 2 for stack in config.stacks.values()))  # special tokens come on top
+    longest = min(SHORT_TOKENS, *(stack.max_length - 2 for stack in config.stacks.values()))  # without special tokens
     return [generator.choice(tokens, generator.integers(1, max(1, longest) + 1)).tolist() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face directories: read with their special tokens, and written for transformers."""
+"""Reads tokenizers of Hugging Face directories with their special tokens, and writes tokenizers for transformers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from regard.text.tokenizer import (
     require_ids,
 )
 
-JSON, SETTINGS, TOKEN_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+JSON = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+TOKEN_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
-TARGET = "target"  # the directory beside tokenizer.json in which we put the tokenizer of the target
-ADDING = ("add_bos_token", "add_eos_token")  # flags, which are named like tokens
-MODELS = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
+TARGET = "target"  # directory of the target tokenizer, next to tokenizer.json
+TOKEN_FLAGS = ("add_bos_token", "add_eos_token")  # flags with names of tokens
+SENTENCEPIECE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 
 
 class OpenedVocabulary(NamedTuple):
-    """One tokenizer for both sides, or two; the vocabulary size of each; and whether it adds special tokens itself."""
+    """One tokenizer for both sides, or two, with vocabulary sizes; `framed` ones add special tokens themselves."""
 
     libraries: list[Library]
     sizes: list[int]
@@ -43,13 +45,13 @@ class OpenedVocabulary(NamedTuple):
 
 
 def read_settings(directory: Path, roles: Collection[str]) -> Json:
-    """The settings beside a vocabulary, with the names of tokens, of the roles among others, as plain strings."""
+    """The settings of a tokenizer, with the names of tokens (such as those of `roles`) as plain strings."""
     settings: Json = {}
     for file in (Fields.load(directory / name) for name in (TOKEN_MAP, SETTINGS)):
         for key, value in file.data.items():
             if value is None:
                 continue
-            if key in ADDING:
+            if key in TOKEN_FLAGS:
                 value = file.flag(key, False)
             elif key.endswith("_token") and isinstance(value, dict):
                 value = value.get("content")
@@ -60,7 +62,7 @@ def read_settings(directory: Path, roles: Collection[str]) -> Json:
 
 
 def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedVocabulary:
-    """Find the vocabulary of a directory; where there are several forms, the most complete one."""
+    """Open the vocabulary of a directory, in the most complete of several forms."""
 
     def has(*names: str) -> bool:
         return all((directory / name).is_file() for name in names)
@@ -70,7 +72,7 @@ def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedV
     if has(JSON):
         names = [JSON, f"{TARGET}/{JSON}"] if has(f"{TARGET}/{JSON}") else [JSON]
         return _opened([_read_json(directory / name) for name in names], framed=True)
-    model = next((name for name in MODELS if has(name)), None)
+    model = next((name for name in SENTENCEPIECE_FILES if has(name)), None)
     if model is not None:
         library = build(read_sentencepiece(directory / model))
         if model_type == "t5":
@@ -83,11 +85,11 @@ def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedV
     elif has("vocab.json", "merges.txt"):
         library = _byte_level(directory / "vocab.json", directory / "merges.txt", settings)
     else:
-        there = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
+        files = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
         raise UserError(
-            f"{directory}: no tokenizer that can be read\n"
-            f"  wanted: {JSON}, vocab.txt, vocab.json with merges.txt, or a SentencePiece model: {', '.join(MODELS)}, "
-            f"or source.spm and target.spm with vocab.json\n  found: {there}"
+            f"{directory}: no supported tokenizer\n"
+            f"  supported: {JSON}, vocab.txt, vocab.json with merges.txt, or a SentencePiece model:"
+            f" {', '.join(SENTENCEPIECE_FILES)}, or source.spm and target.spm with vocab.json\n  found: {files}"
         )
     _add_tokens(library, directory, settings)
     return _opened([library], framed=False)
@@ -108,15 +110,16 @@ def _read_json(path: Path) -> Library:
 
 
 def _source_and_target(directory: Path) -> OpenedVocabulary:
-    """Two SentencePiece models, whose ids are in a file for both or in one for each."""
-    libraries, sizes = [], []
+    """Two SentencePiece models, with ids in one shared file or one file each."""
+    libraries = []
+    sizes = []
     for side, table in (("source", "vocab.json"), ("target", "target_vocab.json")):
         path = directory / table if (directory / table).is_file() else directory / "vocab.json"
         ids = _read_ids(path)
         special = ["</s>", "<pad>"]
         missing = [name for name in ("<unk>", *special) if name not in ids]
         if missing:
-            raise UserError(f"{path}: has no number for {', '.join(missing)}")
+            raise UserError(f"{path}: has no id for {', '.join(missing)}")
         languages = [name for name in ids if name.startswith(">>") and name.endswith("<<")]
         library = build(read_sentencepiece(directory / f"{side}.spm"), ids, [*special, *languages])
         library.add_special_tokens(special)
@@ -127,11 +130,11 @@ def _source_and_target(directory: Path) -> OpenedVocabulary:
 
 
 def _word_piece(path: Path, settings: Json) -> Library:
-    """The WordPiece tokenizer of a vocab.txt, one token to a line."""
+    """The WordPiece tokenizer of a vocab.txt, with one token per line."""
     vocab = {token: index for index, token in enumerate(read_text(path).removesuffix("\n").split("\n"))}
     unknown = settings.get("unk_token", "[UNK]")
     if unknown not in vocab:
-        raise UserError(f"{path}: has no token {unknown}, which stands for unknown words")
+        raise UserError(f"{path}: the token {unknown} for unknown words is missing")
     library = Library(models.WordPiece(vocab, unk_token=unknown))
     library.normalizer = normalizers.BertNormalizer(
         clean_text=True,
@@ -156,7 +159,7 @@ def _byte_level(vocab: Path, merges: Path, settings: Json) -> Library:
             pairs.append((left, right))
     try:
         library = Library(models.BPE(_read_ids(vocab), pairs))
-    except Exception as error:  # the library raises plain Exceptions
+    except Exception as error:  # the library raises only Exception
         raise UserError(f"{merges}: does not fit {vocab.name}: {error}") from None
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=settings.get("add_prefix_space", False))
     library.decoder = decoders.ByteLevel()
@@ -165,7 +168,7 @@ def _byte_level(vocab: Path, merges: Path, settings: Json) -> Library:
 
 
 def _add_tokens(library: Library, directory: Path, settings: Json) -> None:
-    """Add the tokens that were added to the vocabulary, under the ids that they had, and the special ones of it."""
+    """Add the added tokens with their ids, and mark special tokens of the vocabulary."""
     table = settings.get("added_tokens_decoder", {})
     added = {int(index): (token["content"], bool(token.get("special"))) for index, token in table.items()}
     if (directory / ADDED).is_file():
@@ -175,7 +178,7 @@ def _add_tokens(library: Library, directory: Path, settings: Json) -> None:
         token = AddedToken(name, normalized=False, special=special)
         (library.add_special_tokens if special else library.add_tokens)([token])
         if library.token_to_id(name) != index:
-            raise UserError(f"{directory}: its added token {name!r} cannot have the number {index}")
+            raise UserError(f"{directory}: its added token {name!r} cannot have the id {index}")
     named = [value for key, value in settings.items() if key.endswith("_token") and isinstance(value, str)]
     library.add_special_tokens([name for name in named if library.token_to_id(name) is not None])
 
@@ -183,7 +186,7 @@ def _add_tokens(library: Library, directory: Path, settings: Json) -> None:
 def _read_ids(path: Path) -> dict[str, int]:
     ids = Fields.load(path).data
     if not ids:
-        raise UserError(f"{path}: must hold the number of every token")
+        raise UserError(f"{path}: must contain the id of every token")
     try:
         require_ids(ids.values(), len(ids))
     except UserError as error:
@@ -191,7 +194,7 @@ def _read_ids(path: Path) -> dict[str, int]:
     return ids
 
 
-# SentencePiece models: kinds of pieces and algorithms, as its format numbers them.
+# Numbers of kinds of pieces and of algorithms in SentencePiece models.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 UNIGRAM, BPE = 1, 2
 SPACE = "▁"
@@ -210,10 +213,10 @@ class SentencePieceModel(NamedTuple):
 
     pieces: list[SentencePiece]
     algorithm: int
-    charsmap: bytes  # the normalisation of characters, in a form that the tokenizers library reads
-    composed: bool  # it composes letters and combining characters
-    prefix: bool  # a space is put before the text
-    squeeze: bool  # spaces at the ends are removed, and all but one of several
+    charsmap: bytes  # the normalisation of characters, in the form of the tokenizers library
+    composed: bool  # the normalisation composes letters and combining characters
+    prefix: bool  # add a space before the text
+    squeeze: bool  # strip spaces at the ends, and collapse repeated spaces
 
     def named(self, *kinds: int) -> list[str]:
         """The tokens of some kinds."""
@@ -225,23 +228,26 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
     try:
         fields = _message(path.read_bytes())
         pieces = [_piece(data) for data in fields.get(1, [])]
-        trainer, normalizer = _message(b"".join(fields.get(2, []))), _message(b"".join(fields.get(3, [])))
-        algorithm, suffixes = trainer.get(3, [UNIGRAM])[-1], trainer.get(24, [0])[-1]
-        charsmap, composed = bytes(normalizer.get(2, [b""])[-1]), b"nfkc" in normalizer.get(1, [b""])[-1]
+        trainer = _message(b"".join(fields.get(2, [])))
+        normalizer = _message(b"".join(fields.get(3, [])))
+        algorithm = trainer.get(3, [UNIGRAM])[-1]
+        suffixes = trainer.get(24, [0])[-1]
+        charsmap = bytes(normalizer.get(2, [b""])[-1])
+        composed = b"nfkc" in normalizer.get(1, [b""])[-1]
         prefix, squeeze, escape = (bool(normalizer.get(number, [1])[-1]) for number in (3, 4, 5))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, struct.error) as error:
         raise UserError(f"{path}: not a SentencePiece model: {error}") from None
     if not pieces or algorithm not in (UNIGRAM, BPE) or suffixes or not escape:
-        raise UserError(f"{path}: only unigram and bpe models that write a space as {SPACE} before a word can be read")
+        raise UserError(f"{path}: only unigram and bpe models with {SPACE} for the space before a word are supported")
     if sum(piece.kind == UNKNOWN for piece in pieces) != 1:
-        raise UserError(f"{path}: not a SentencePiece model: it has no unknown token")
+        raise UserError(f"{path}: not a SentencePiece model: it must have one unknown token")
     return SentencePieceModel(pieces, algorithm, charsmap, composed, prefix, squeeze)
 
 
 def _message(data: bytes) -> dict[int, list[Any]]:
-    """The fields of a protocol buffer message by number: whole numbers, or bytes."""
+    """The fields of a protocol buffer message by number: integers or bytes."""
     fields: dict[int, list[Any]] = {}
     position = 0
 
@@ -250,9 +256,11 @@ def _message(data: bytes) -> dict[int, list[Any]]:
         value = shift = 0
         while True:
             if position >= len(data) or shift > 63:
-                raise ValueError("it breaks off in the middle of a number")
+                raise ValueError("it ends in the middle of a number")
             byte = data[position]
-            position, value, shift = position + 1, value | (byte & 127) << shift, shift + 7
+            position += 1
+            value |= (byte & 127) << shift
+            shift += 7
             if byte < 128:
                 return value
 
@@ -263,10 +271,10 @@ def _message(data: bytes) -> dict[int, list[Any]]:
             fields.setdefault(key >> 3, []).append(varint())
             continue
         if wire_type not in (1, 2, 5):
-            raise ValueError(f"field type {wire_type} is not known")
+            raise ValueError(f"unknown field type {wire_type}")
         size = {1: 8, 5: 4}.get(wire_type) or varint()
         if position + size > len(data):
-            raise ValueError("it breaks off in the middle of a field")
+            raise ValueError("it ends in the middle of a field")
         fields.setdefault(key >> 3, []).append(data[position : position + size])
         position += size
     return fields
@@ -279,17 +287,16 @@ def _piece(data: bytes) -> SentencePiece:
 
 
 def build(model: SentencePieceModel, ids: Mapping[str, int] | None = None, special: Collection[str] = ()) -> Library:
-    """A SentencePiece model as a tokenizer of the library.
+    """Convert a SentencePiece model to a tokenizer of the tokenizers library.
 
-    `ids` are given where they are not the order of the pieces. They may hold other tokens: `special` ones, which keep
-    their names, and tokens of the other side, which are never found in texts of this one. Pieces without an id come
-    after all that have one.
+    Without `ids`, ids are positions of pieces. `ids` may contain other tokens: `special` ones, which keep their names,
+    and tokens of the other language, which never match a text. Pieces without an id are appended.
     """
     names = _names(model, ids, special)
     library = Library(_library_model(model, names))
     library.normalizer = normalizers.Sequence(list(_normalizers(model)))
     words = model.named(NORMAL, USER_DEFINED)
-    if SPACE in words and not any(SPACE in word[1:] for word in words):  # then words are cut one by one: faster
+    if SPACE in words and not any(SPACE in word[1:] for word in words):  # splitting into words first is faster
         library.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=True)
     steps: list[Any] = [decoders.Replace(HIDDEN, ""), decoders.Replace(SPACE, " ")]
     steps += [decoders.ByteFallback()] if model.named(BYTE) else []
@@ -314,7 +321,7 @@ def _names(model: SentencePieceModel, ids: Mapping[str, int] | None, special: Co
 
 def _normalizers(model: SentencePieceModel) -> Iterator[Any]:
     if model.charsmap:
-        if model.composed:  # the library looks at too few characters at a time for two accents or a Hangul syllable
+        if model.composed:  # the library sees too few characters at once to compose two accents or a Hangul syllable
             yield normalizers.NFC()
         yield normalizers.Precompiled(model.charsmap)
     if model.squeeze:
@@ -326,29 +333,31 @@ def _normalizers(model: SentencePieceModel) -> Iterator[Any]:
 
 
 def _library_model(model: SentencePieceModel, names: list[str]) -> Any:
-    """The unigram or BPE model of the library over the names of all ids."""
+    """The unigram or BPE model of the library, over the names of all ids."""
     scores = {text: score for text, score, kind in model.pieces if kind == NORMAL}
-    [unknown], byte_fallback = model.named(UNKNOWN), bool(model.named(BYTE))
+    [unknown] = model.named(UNKNOWN)
+    byte_fallback = bool(model.named(BYTE))
     if model.algorithm == UNIGRAM:
-        lowest, highest = min(scores.values(), default=0.0), max(scores.values(), default=0.0)
-        # A user-defined piece scores above any way of cutting it, as in SentencePiece. The name of a byte is no text,
-        # but the library must find it in the vocabulary: below any way of cutting it.
+        lowest = min(scores.values(), default=0.0)
+        highest = max(scores.values(), default=0.0)
+        # As in SentencePiece, a user-defined piece scores higher than any segmentation of it. The library requires
+        # names of bytes in the vocabulary; they score lower than any segmentation, so they never match a text.
         scores |= {text: len(text.encode()) * highest - 0.1 for text in model.named(USER_DEFINED)}
         scores |= dict.fromkeys(model.named(BYTE), lowest - 100)
         return models.Unigram([(name, scores.get(name, 0.0)) for name in names], names.index(unknown), byte_fallback)
     vocab = {name: index for index, name in enumerate(names)}
     merges: list[tuple[str, str]] = []
-    for text in sorted(scores, key=lambda text: -scores[text]):  # merges go by the score of what they give, best first
+    for text in sorted(scores, key=lambda text: -scores[text]):  # the best result is merged first
         cuts = ((text[:i], text[i:]) for i in range(1, len(text)))
         pairs = [(a, b) for a, b in cuts if a in scores and b in scores]
         merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
     return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
 
 
-FILES = ("*tokenizer*", "*vocab*", "*.spm", "*.model", "merges.txt")
-# The special tokens around a text where no file tells them.
+TOKENIZER_FILES = ("*tokenizer*", "*vocab*", "*.spm", "*.model", "merges.txt")
+# The special tokens around a text, if no file defines them.
 FRAMES: dict[str, Frame] = {"bert": "both", "t5": "end", "marian": "end", "llama": "start"}
-# Usual names of special tokens; the settings of a tokenizer may give others.
+# Usual names of special tokens; the settings of a tokenizer may define others.
 NAMES = {
     "pad_token": ("<pad>", "[PAD]"),
     "unk_token": ("<unk>", "[UNK]", "<|endoftext|>"),
@@ -362,13 +371,13 @@ NAMES = {
 
 def has_tokenizer(directory: Path) -> bool:
     """Whether any file of a directory looks like a tokenizer."""
-    return any(any(directory.glob(pattern)) for pattern in FILES)
+    return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> tuple[Codec, list[str]]:
-    """The tokenizers of a directory, with the special tokens that they add around a text, and notes for the user."""
+    """Read the tokenizers of a directory and their special tokens -> codec, notes for the user."""
     settings = read_settings(directory, NAMES)
-    with library_errors(f"{directory}: the settings of its tokenizer cannot be understood"):
+    with library_errors(f"{directory}: the settings of its tokenizer are invalid"):
         return _read(directory, model_type, hf_config, settings)
 
 
@@ -377,7 +386,7 @@ def _read(directory: Path, model_type: str, hf_config: Json, settings: Json) -> 
     special = _SpecialTokens(opened.libraries[0], settings)
     before, after, changed = _around(opened, special, settings, model_type)
     if max(len(before), len(after)) > 1:
-        raise UserError(f"{directory}: its tokenizer sets {before} before a text and {after} after it; we set one each")
+        raise UserError(f"{directory}: its tokenizer adds {before} before and {after} after a text; we add one id each")
     frame: Frame = ("both" if after else "start") if before else ("end" if after else "none")
     notes: list[str] = []
     ids = _special_ids(directory, special, hf_config, before, after, notes)
@@ -385,7 +394,7 @@ def _read(directory: Path, model_type: str, hf_config: Json, settings: Json) -> 
     tokenizers = []
     for library, size, vocab in zip(opened.libraries, opened.sizes, vocabs, strict=False):
         if vocab is not None and size > vocab:
-            notes.append(f"the tokenizer has {size} tokens, the model {vocab}: those numbered higher are unknown")
+            notes.append(f"the tokenizer has {size} tokens, the model {vocab}: tokens with higher ids are unknown")
         state = json.loads(library.to_str())
         if changed:
             state["post_processor"] = _post_processor(frame, ids, library)
@@ -399,15 +408,16 @@ def _read(directory: Path, model_type: str, hf_config: Json, settings: Json) -> 
 
 
 class _SpecialTokens:
-    """Finds the ids of special tokens by their role."""
+    """Finds the ids of special tokens by role."""
 
     def __init__(self, library: Library, settings: Json) -> None:
-        self._library, self._settings = library, settings
+        self._library = library
+        self._settings = settings
         added = library.get_added_tokens_decoder()
         self._special = {token.content: index for index, token in added.items() if token.special}
 
     def find(self, *roles: str) -> int | None:
-        """The first of several roles that a token has: the one of the settings, or a special one of a usual name."""
+        """The id of the first role with a token: the token in the settings, or a special token with a usual name."""
         for role in roles:
             setting = self._settings.get(role)
             usual = [name for name in NAMES[role] if name in self._special]
@@ -417,11 +427,11 @@ class _SpecialTokens:
         return None
 
     def checked(self, index: Any) -> int | None:
-        """An id from config.json, if it is that of a special token; some are left over and mean a letter."""
+        """An id from config.json, if it is the id of a special token; unused defaults may be ids of letters."""
         return index if index in self._special.values() else None
 
     def unknown(self) -> int | None:
-        """The id that the library itself gives for an unknown token."""
+        """The id of unknown tokens in the library."""
         model = json.loads(self._library.to_str())["model"]
         name = model.get("unk_token")
         return model.get("unk_id") if name is None else self._library.token_to_id(name)
@@ -431,13 +441,14 @@ def _around(
     opened: OpenedVocabulary, special: _SpecialTokens, settings: Json, model_type: str
 ) -> tuple[list[int], list[int], bool]:
     """The ids before and after a text, and whether the tokenizer must be changed to add them."""
-    wanted = [settings.get(key) for key in ("add_bos_token", "add_eos_token")]
-    if opened.framed and wanted == [None, None]:
+    add_first, add_last = (settings.get(key) for key in TOKEN_FLAGS)
+    if opened.framed and add_first is None and add_last is None:
         return *_added_ids(opened.libraries[0]), False
     usual = "none" if opened.framed else FRAMES.get(model_type, "none")
-    first = usual in ("both", "start") if wanted[0] is None else wanted[0]
-    last = usual in ("both", "end") if wanted[1] is None else wanted[1]
-    sos, eos = special.find("cls_token", "bos_token"), special.find("sep_token", "eos_token")
+    first = usual in ("both", "start") if add_first is None else add_first
+    last = usual in ("both", "end") if add_last is None else add_last
+    sos = special.find("cls_token", "bos_token")
+    eos = special.find("sep_token", "eos_token")
     return [sos] if first and sos is not None else [], [eos] if last and eos is not None else [], True
 
 
@@ -445,7 +456,7 @@ def _added_ids(library: Library) -> tuple[list[int], list[int]]:
     """The ids that a tokenizer adds before and after a text."""
     library.no_padding()
     library.no_truncation()
-    for text in ("a", *library.get_vocab()):  # any text of which a token is left
+    for text in ("a", *library.get_vocab()):  # any text with at least one token
         encoding = library.encode(text)
         special = encoding.special_tokens_mask
         if 0 in special:
@@ -456,36 +467,34 @@ def _added_ids(library: Library) -> tuple[list[int], list[int]]:
 def _special_ids(
     directory: Path, special: _SpecialTokens, hf_config: Json, before: list[int], after: list[int], notes: list[str]
 ) -> SpecialIds:
-    """The ids of the special tokens: those around a text, by name, by config.json, or else that of the end token."""
+    """The ids of special tokens: around a text, by name, from config.json, or else the id of the end token."""
     ends = hf_config.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     eos = _first_id(*after, special.find("eos_token", "sep_token"), *ends)
     if eos is None:
-        raise UserError(
-            f"{directory}: neither its tokenizer nor config.json (eos_token_id) tells which token is the end"
-        )
+        raise UserError(f"{directory}: neither its tokenizer nor config.json (eos_token_id) defines the end token")
     others = ", ".join(str(end) for end in ends if end not in (None, eos))
     if others:
-        notes.append(f"a text ends with {eos}; config.json names {others} too, which do not end it")
+        notes.append(f"a text ends with {eos}; config.json also names {others}, which do not end it")
     start, bos, pad = (special.checked(hf_config.get(f"{key}_token_id")) for key in ("decoder_start", "bos", "pad"))
     sos = _first_id(*before, special.find("bos_token", "cls_token"), start, bos, eos)
     pad = _first_id(special.find("pad_token"), pad)
     unk = _first_id(special.unknown(), special.find("unk_token"))
     if pad is None:
-        notes.append(f"no token for padding: the end ({eos}) stands in")
+        notes.append(f"no padding token: the end token ({eos}) is used")
     if unk is None:
-        notes.append(f"no token for what is unknown: the end ({eos}) stands in")
+        notes.append(f"no token for unknown text: the end token ({eos}) is used")
     mask = special.find("mask_token")
     return SpecialIds(pad=_first_id(pad, eos), unk=_first_id(unk, eos), sos=sos, eos=eos, mask=mask)
 
 
 def _first_id(*ids: Any) -> Any:
-    """The first that is an id; some files write -1 for none."""
+    """The first valid id; some files have -1 for none."""
     return next((index for index in ids if type(index) is int and index >= 0), None)
 
 
 def _post_processor(frame: Frame, ids: SpecialIds, library: Library) -> Json | None:
-    """The library's post-processor that adds the special tokens around a text, or around a pair of texts."""
+    """A post-processor of the library, which adds the special tokens around a text or a pair of texts."""
     before, after = ids.around(frame)
     if not before and not after:
         return None
@@ -505,32 +514,33 @@ def _post_processor(frame: Frame, ids: SpecialIds, library: Library) -> Json | N
 
 
 def write_tokenizers(codec: Codec, directory: Path, model_type: str) -> list[str]:
-    """Write the tokenizers for transformers, a target's own into a directory below -> notes for the user."""
+    """Write the tokenizers for transformers, a separate target tokenizer into a subdirectory -> notes for the user."""
     if codec.features:
-        raise UserError("features are tokens beside the text, for which a Hugging Face tokenizer has no place")
+        raise UserError("features are tokens outside the text, which a Hugging Face tokenizer cannot express")
     notes = _write(codec.source, codec.frame, directory, model_type)
     if not codec.shared:
         (directory / TARGET).mkdir(exist_ok=True)
         notes += _write(codec.target, "end", directory / TARGET, model_type)
         notes += [f"two tokenizers: transformers reads the source's from {directory}, the target's from its {TARGET}/"]
     if "nfd" in (codec.source.scheme, codec.target.scheme):
-        notes.append("transformers does not put letters and marks together again when it decodes")
+        notes.append("transformers does not compose letters and combining marks when it decodes")
     return notes
 
 
 def _write(tokenizer: Tokenizer, frame: Frame, directory: Path, model_type: str) -> list[str]:
-    ids, ours = tokenizer.ids, not isinstance(tokenizer, ForeignTokenizer)
+    ids = tokenizer.ids
+    ours = not isinstance(tokenizer, ForeignTokenizer)
     library = Library.from_str(tokenizer.to_json())
     if ours:
         library.add_special_tokens([name for name in SPECIALS if library.token_to_id(name) is not None])
-        if tokenizer.scheme != "space":  # which is the library's own way
+        if tokenizer.scheme != "space":  # the default of the library
             library.decoder = decoders.Fuse() if tokenizer.scheme in ("char", "nfd", "word") else decoders.ByteLevel()
     state = json.loads(library.to_str())
     if ours or _added_ids(library) != ids.around(frame):
         state["post_processor"] = _post_processor(frame, ids, library)
     first, last = ("cls_token", "sep_token") if frame == "both" else ("bos_token", "eos_token")
     roles = {"pad_token": ids.pad, "unk_token": ids.unk, "mask_token": ids.mask, first: ids.sos, last: ids.eos}
-    if ids.sos == ids.pad:  # no token of its own
+    if ids.sos == ids.pad:  # no separate start token
         roles = {role: index for role, index in roles.items() if index != ids.sos or role == "pad_token"}
     token_types = ["token_type_ids"] if model_type == "bert" else []
     settings: Json = {
@@ -539,17 +549,22 @@ def _write(tokenizer: Tokenizer, frame: Frame, directory: Path, model_type: str)
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", *token_types, "attention_mask"],
     }
-    if ours and ids.mask is None:  # a special token typed by a user is text; only a mask token must be typed
+    if ours and ids.mask is None:  # special tokens in a text are plain text, except the mask token
         settings["split_special_tokens"] = True
     removed = _remove_tokens(state, tokenizer.size)
     write_json(directory / JSON, state)
     write_json(directory / SETTINGS, settings)
-    return [f"{directory / JSON}: left out {plural(removed, 'token')} that the model has no row for"] if removed else []
+    return (
+        [f"{directory / JSON}: removed {plural(removed, 'token')} beyond the vocabulary of the model"]
+        if removed
+        else []
+    )
 
 
 def _remove_tokens(state: Json, size: int) -> int:
-    """Remove tokens with ids from `size` on, which the model does not have -> how many."""
-    model, vocab = state["model"], state["model"]["vocab"]
+    """Remove tokens with ids from `size` on, which the model does not have -> their number."""
+    model = state["model"]
+    vocab = model["vocab"]
     if isinstance(vocab, list):
         model["vocab"] = vocab[:size]
     else:
@@ -564,18 +579,20 @@ def _remove_tokens(state: Json, size: int) -> int:
 
 
 def id_tokenizer(hf_config: Json, size: int, frame: Frame) -> ForeignTokenizer:
-    """A tokenizer for texts of ids with white space between them, such as `12 7 103`; the frame is none, or end."""
+    """A tokenizer for texts of ids such as `12 7 103`; the frame is none or end."""
 
     def first(*roles: str) -> int:
-        """The id of the first of these roles that has one within the vocabulary."""
+        """The id of the first of these roles with an id in the vocabulary."""
         values = (hf_config.get(f"{role}_token_id") for role in roles)
         ids = (index for value in values for index in (value if isinstance(value, list) else [value]))
         return next((index for index in ids if type(index) is int and 0 <= index < size), 0)
 
     require_ids([size - 1])
-    pad, eos, sos = first("pad", "eos"), first("eos", "pad"), first("bos", "decoder_start", "eos")
+    pad = first("pad", "eos")
+    eos = first("eos", "pad")
+    sos = first("bos", "decoder_start", "eos")
     library = Library(models.WordLevel({str(index): index for index in range(size)}, unk_token=str(pad)))
-    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # at line ends too
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # line ends count as white space
     if frame == "end":  # for other programs that read the tokenizer
         library.post_processor = processors.TemplateProcessing(f"$A {eos}", special_tokens=[(str(eos), eos)])
     return ForeignTokenizer(library.to_str(), SpecialIds(pad=pad, unk=pad, sos=sos, eos=eos), size)

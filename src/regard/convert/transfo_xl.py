@@ -1,6 +1,6 @@
 """Transformer-XL: a causal LM with a memory of earlier segments and relative positions.
 
-transformers had it under the name transfo-xl until its version 5.
+transformers 5 no longer contains this model (transfo-xl).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ def _refuse_adaptive(hf: Fields) -> Json:
     cutoffs = hf.get("cutoffs", [20000, 40000, 200000])
     if cutoffs:
         raise UserError(
-            f"{hf.where}: cutoffs {cutoffs!r} is not supported, only []: tokens beyond the first cutoff are embedded"
-            " in fewer numbers and predicted in two steps, first their group and then the token (adaptive softmax);"
-            " here all tokens are rows of one table and of one softmax"
+            f"{hf.where}: cutoffs {cutoffs!r} is not supported, only []: later tokens have smaller"
+            " embeddings and are predicted in two steps, the group and then the token (adaptive softmax); here all"
+            " tokens share one embedding table and one softmax"
         )
     if hf.get("div_val", 4) != 1 or hf.get("d_embed", 1024) != hf.get("d_model", 1024):
         raise UserError(
-            f"{hf.where}: d_embed and d_model must be the same, and div_val 1: embeddings that pass a matrix of their"
-            " own before they enter the model are not supported"
+            f"{hf.where}: d_embed and d_model must be equal, and div_val must be 1: embeddings with a projection"
+            " matrix are not supported"
         )
     return {}
 
 
 def _window(hf: Fields) -> int | None:
-    """With same_length, a token attends to as many tokens as the memory has, itself among them."""
+    """With same_length, a token attends to mem_len tokens, including itself."""
     memory = hf.get("mem_len", 1600)
     if not hf.flag("same_length", True):
         return None
@@ -46,7 +46,8 @@ def _reach(hf: Fields) -> int | None:
 
 
 def _weights(config: Config, hf: Fields) -> Table:
-    layer, block = "transformer.layers.{n}.", "decoder.blocks.{n}."
+    layer = "transformer.layers.{n}."
+    block = "decoder.blocks.{n}."
     attention = f"{block}attention."
     rows: Table = {
         "transformer.word_emb.emb_layers.0": "target_embedding",
@@ -62,11 +63,11 @@ def _weights(config: Config, hf: Fields) -> Table:
     biases = {"r_w_bias": "content", "r_r_bias": "place"}
     if hf.flag("untie_r", True):
         return rows | {f"{layer}dec_attn.{name}": f"{attention}relative.{part}" for name, part in biases.items()}
-    layers = config.top.layers  # theirs shares one between the layers, ours has one in each
+    layers = config.top.layers  # theirs shares one bias between layers, ours has one per layer
     shared = Transform(lambda x: x.repeat(layers, 1), lambda x: x.chunk(layers)[0])
     for name, part in biases.items():
-        each = tuple(f"decoder.blocks.{n}.attention.relative.{part}" for n in range(layers))
-        rows[f"transformer.{name}"] = Transformed(each, shared)
+        names = tuple(f"decoder.blocks.{n}.attention.relative.{part}" for n in range(layers))
+        rows[f"transformer.{name}"] = Transformed(names, shared)
     return rows
 
 
@@ -92,7 +93,7 @@ TRANSFO_XL = Family(
     config=(
         Key(_refuse_adaptive, lambda config: {"cutoffs": [], "div_val": 1, "d_embed": config.top.width}),
         Key.fixed("attn_type", 0),
-        Key.fixed("pre_lnorm", False),  # theirs has no norm at the end then, as ours has
+        Key.fixed("pre_lnorm", False),  # with pre_lnorm theirs has no final norm, unlike ours
         Key.written("untie_r", lambda config: True),  # read by the weight table
         Key.count("vocab_size", "target_vocab", "source_vocab"),
         Key.count("n_layer", "decoder.layers", default=18),
@@ -117,7 +118,7 @@ TRANSFO_XL = Family(
     aliases=_aliases,
     extra=_extra,
     ignored=("transformer.pos_emb.inv_freq",),
-    unproven="transformers 5 no longer has this model, so the two could not be run side by side. What was checked:"
-    " every weight has its place and the shape that config.json says. Releases up to 4.35.2 have it; there, begin a"
-    " text with mems of length 0, for without mems it looks at a memory of zeros",
+    unproven="transformers 5 no longer has this model, so the outputs could not be compared. What was checked: every"
+    " weight has a counterpart with the shape that config.json requires. Releases up to 4.35.2 have the model; there,"
+    " start a text with mems of length 0, because without mems the model attends to a memory of zeros",
 )

@@ -1,4 +1,4 @@
-"""ViT: an encoder that reads the patches of an image and classifies by a class token; its image processor settings."""
+"""ViT: an encoder over image patches that classifies with a class token, and the settings of its image processor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _sides(hf: Fields, key: str, default: int) -> tuple[int, int]:
     value: Any = hf.get(key, default)
     sides = value if isinstance(value, list) else [value, value]
     if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
-        raise UserError(f"{hf.where}: {key} must be a whole number or two, not {value!r}")
+        raise UserError(f"{hf.where}: {key} must be one or two positive integers, not {value!r}")
     return sides[0], sides[1]
 
 
@@ -27,7 +27,7 @@ def _read_patches(hf: Fields) -> Json:
     size, other = _sides(hf, "patch_size", 16)
     if size != other:
         raise UserError(f"{hf.where}: patch_size {hf.get('patch_size')!r} is not supported: patches must be square")
-    vocab = max(hf.ids.model_dump(exclude_none=True).values()) + 1  # no token is read
+    vocab = max(hf.ids.model_dump(exclude_none=True).values()) + 1  # the model reads no tokens
     return {
         "patches": {"height": height, "width": width, "size": size},
         "encoder.max_length": 1 + max(height // size, 1) * max(width // size, 1),
@@ -43,9 +43,11 @@ def _write_patches(config: Config) -> Json:
 
 
 def _weights(config: Config, hf: Fields) -> Table:
-    encoder, patches = config.top, config.image_patches
+    encoder = config.top
+    patches = config.image_patches
     kernel = shaped(encoder.width, patches.channels, patches.size, patches.size)
-    layer, block = "vit.encoder.layer.{n}.", "encoder.blocks.{n}."
+    layer = "vit.encoder.layer.{n}."
+    block = "encoder.blocks.{n}."
     return {
         "vit.embeddings.cls_token": Transformed("image.first", shaped(1, 1, encoder.width)),
         "vit.embeddings.patch_embeddings.projection.weight": Transformed("image.project.weight", kernel),
@@ -85,22 +87,26 @@ VIT = Family(
 
 
 def read_image_processor(directory: Path, patches: PatchConfig) -> Pixels:
-    """How pixels are normalised: the mean and the scale of each channel, for pixels from 0 to 255."""
-    path, channels = directory / IMAGE_PROCESSOR, patches.channels
+    """The normalisation of pixels: mean and scale per channel, for values from 0 to 255."""
+    path = directory / IMAGE_PROCESSOR
+    channels = patches.channels
     hf = Fields.load(path)
     factor = hf.get("rescale_factor", 1 / 255) if hf.flag("do_rescale", True) else 1.0
-    mean, scale = [0.0] * channels, [1.0] * channels
+    mean = [0.0] * channels
+    scale = [1.0] * channels
     if hf.flag("do_normalize", True):
         mean, scale = (hf.get(key, [0.5] * channels) for key in ("image_mean", "image_std"))
     if not all(isinstance(part, list) and len(part) == channels for part in (mean, scale)):
-        raise UserError(f"{path}: image_mean and image_std must have a number for each of {channels} channels")
+        raise UserError(f"{path}: image_mean and image_std must have one number per channel ({channels})")
     if not all(isinstance(x, int | float) for x in (factor, *mean, *scale)) or not all((factor, *scale)):
-        raise UserError(f"{path}: rescale_factor, image_mean and image_std must be numbers, and only the mean zero")
+        raise UserError(
+            f"{path}: rescale_factor, image_mean and image_std must be numbers, and only image_mean may contain zeros"
+        )
     return parse(Pixels, {"mean": [x / factor for x in mean], "scale": [x / factor for x in scale]}, str(path))
 
 
 def image_processor(pixels: Pixels | None, patches: PatchConfig) -> Json:
-    """The same as a preprocessor_config.json has it."""
+    """The normalisation as a preprocessor_config.json."""
     pixels = pixels or Pixels(mean=(0.0,) * patches.channels, scale=(1.0,) * patches.channels)
     return {
         "image_processor_type": "ViTImageProcessor",
