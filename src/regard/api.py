@@ -320,7 +320,7 @@ class LoadedRun(Run):
         example = Example(source) if isinstance(source, str) else source
         given = target or example.target
         if remark := unknown_remark(self.codec, example._replace(target=None if self.task.labels else given)):
-            warnings.warn(f"attention: {remark}", stacklevel=3)
+            warnings.warn(f"attention: {remark}", stacklevel=2)
         return trace_example(self, example, target, beam, more)
 
     def _runs(self, others: Sequence[Run] | None) -> list[Run]:
@@ -377,7 +377,7 @@ class LoadedRun(Run):
         Options.of(batch_tokens=batch_tokens)
         vectors, truncated, limit = embed(self, texts, batch_tokens, average_windows, normalize)
         if truncated:
-            warnings.warn(truncation(truncated, limit), stacklevel=3)
+            warnings.warn(truncation(truncated, limit), stacklevel=2)
         return vectors
 
 
