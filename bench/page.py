@@ -1,4 +1,4 @@
-"""The page that is the model, in headless Chromium: the same outputs as `regard generate`, its speed and its size.
+"""The live page in headless Chromium: outputs equal to `regard generate`, speed and size.
 
     python bench/page.py runs/dut dut_dev.tsv
 

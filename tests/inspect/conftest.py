@@ -1,4 +1,4 @@
-"""Little models for every test here."""
+"""Small models for the tests of this directory."""
 
 from __future__ import annotations
 

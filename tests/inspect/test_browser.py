@@ -1,4 +1,4 @@
-"""The page with stored numbers in a real browser, with real clicks. Skipped where there is none."""
+"""The page with stored numbers in a real browser, with real clicks. Skipped without a browser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def made(run: Run, source: str = "abcab", output: str = "bcd", **options: Any) -
 def show(
     browser: chromium.Chromium, found: Trace, folder: Path, dark: bool = False, view: str | None = "alignment"
 ) -> float:
-    """Open the page of a trace, and one of its views -> seconds until the page was ready."""
+    """Open the page of a trace and one of its views -> seconds until the page was ready."""
     path = folder / "page.html"
     path.write_text(found.to_html(), encoding="utf-8")
     seconds = browser.open(path, dark)

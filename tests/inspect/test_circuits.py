@@ -1,4 +1,4 @@
-"""Circuits of language models: attribution adds up, products are what the model computes, induction is found."""
+"""Circuits of language models: attributions add up, products equal the model, induction heads are found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORDS = ["abcdef"]
 
 
 def lm(preset_name: str = "gpt-tiny", **stack: Any) -> Run:
-    """A language model with random weights, and biases and gains that are not zero and one."""
+    """A language model with random weights, biases and gains."""
     tokenizer = Tokenizer.train("char", WORDS)
     torch.manual_seed(3)
     model = Model(preset(preset_name, tokenizer.size, changes={"decoder": LITTLE | stack, "output_bias": True})).eval()
@@ -75,7 +75,7 @@ def test_a_token_must_be_one_token() -> None:
 @pytest.mark.parametrize("stack", [{}, {"kv_heads": 2}, {"norm_at": "post"}, {"score": "general"}, {"score": "dot"}])
 @torch.no_grad()
 def test_qk_and_ov_are_what_the_first_layer_computes(stack: dict[str, Any]) -> None:
-    """Without positions, scores and what heads add to logits follow from the tokens alone."""
+    """Without positions, scores and head contributions to logits depend only on the tokens."""
     run = lm(position="none", layers=1, **stack)
     text = "abcadb"
     ids = [run.config.start_id, *run.codec.target.encode([text])[0]]
@@ -119,7 +119,7 @@ def test_the_top_of_a_circuit_is_its_largest_entries(monkeypatch: pytest.MonkeyP
 
 
 def inducing() -> Run:
-    """Two layers of attention made by hand: one looks at the token before, one at what followed the same token.
+    """Two hand-made attention layers: one attends to the previous token, one to the successor of an earlier copy.
 
     A vector holds a token, a position, and the token before, each as one of so many ones.
     """

@@ -1,4 +1,4 @@
-"""What an output is explained by: heads, silenced one at a time, and inputs, by gradient x input."""
+"""Explanations of an output: heads, silenced one at a time, and inputs, by gradient x input."""
 
 from __future__ import annotations
 

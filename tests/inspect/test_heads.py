@@ -35,7 +35,7 @@ def test_every_head_is_measured(run: Run) -> None:
 
 
 def steered(model: Model, name: str, offset: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Weights that look at one place: so far from the query, or at the first or last token where there is none."""
+    """Weights on one key at a fixed offset from the query, clipped to the first and last token."""
 
     def weights(x_BHTS: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x_BHTS)
@@ -81,7 +81,7 @@ def test_far_offsets_are_recognised(transformer: Model) -> None:
 
 
 def test_a_mixed_head_says_what_it_mixes(transformer: Model) -> None:
-    """Of each query, 40 % go to the token before and 30 % to the first one (both, at the second), the rest evenly."""
+    """Each query puts 40% on the previous token, 30% on the first token, and the rest evenly on all."""
     name = "encoder.blocks.0.attention"
 
     def mix(x_BHTS: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_padding_does_not_count(transformer: Model) -> None:
 
 
 def diagonal(model: Model) -> dict[str, Any]:
-    """The third head of the second layer aligns one to one; the others look at the end."""
+    """The third head of the second layer aligns one to one; the others attend to the end."""
 
     def weights(x_BHTS: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x_BHTS)

@@ -32,7 +32,7 @@ def test_the_loss_is_the_objectives(model: Model) -> None:
 
 
 def test_gradients_do_not_depend_on_the_batch(model: Model) -> None:
-    """One gate per example: the absolute value is taken before anything is summed over examples."""
+    """One gate per example: the absolute value is taken before the sum over examples."""
     alone = gradient_importance(model, pair_batches(PAIRS, model.config, 1))
     together = gradient_importance(model, pair_batches(PAIRS, model.config, 1000))
     assert alone.keys() == together.keys()
@@ -41,7 +41,7 @@ def test_gradients_do_not_depend_on_the_batch(model: Model) -> None:
 
 
 def test_the_gradient_is_the_slope_of_the_loss(transformer: Model) -> None:
-    """Against a difference quotient, for one example."""
+    """Equal to a difference quotient, for one example."""
     batches = pair_batches(PAIRS[:1], transformer.double().config)
     found = gradient_importance(transformer, batches)
     for (name, head), value in list(found.items())[::5]:

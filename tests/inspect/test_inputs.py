@@ -1,4 +1,4 @@
-"""What heads are judged by in models that are not an encoder and a decoder."""
+"""Data for head importance in models other than encoder-decoders."""
 
 from __future__ import annotations
 

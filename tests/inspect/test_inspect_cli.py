@@ -1,4 +1,4 @@
-"""The verbs inspect, heads and prune, through their commands."""
+"""The verbs inspect, heads and prune on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer of the page, which is JavaScript, against the one in Python: the same tokens for any text."""
+"""The JavaScript tokenizer of the page and the one in Python give the same tokens for any text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ process.stdout.write(JSON.stringify(answers));
 
 
 def random_text(random: Random) -> str:
-    """Some words, odd spaces, marks and characters from anywhere; halves of surrogate pairs now and then."""
+    """Random words, odd spaces, marks, characters of any script, and some lone surrogates."""
 
     def piece() -> str:
         choice = random.random()
@@ -88,7 +88,7 @@ def random_text(random: Random) -> str:
 
 
 def answer(path: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the module makes of the cases, in one process."""
+    """The answers of the module for all cases, from one process."""
     path.write_text(json.dumps(cases))
     answers: list[dict[str, Any]] = json.loads(run_node(path, program=PROGRAM))
     return answers
@@ -101,12 +101,12 @@ def case(tokenizer: Tokenizer, texts: list[str], sequences: list[list[int]]) -> 
 
 
 def same_unicode(kind: str, text: str) -> bool:
-    """Whether the versions of Unicode do not matter: those that normalize here and in Node.js are not the same."""
+    """Whether Python and Node.js, which have different versions of Unicode, normalize a text alike."""
     return kind != "nfd" or all(unicodedata.category(character) != "Cn" for character in text)
 
 
 def same_library(kind: str, text: str) -> bool:
-    """Whether Python and the library, which finds unknown tokens and knows an older Unicode, normalize alike."""
+    """Whether Python and the library, which has an older version of Unicode, normalize a text alike."""
     clean = re.sub("[\ud800-\udfff]", "\ufffd", text)
     return kind != "nfd" or normalizers.NFD().normalize_str(clean) == unicodedata.normalize("NFD", clean)
 
@@ -169,7 +169,7 @@ def test_broken_utf8_is_shown_as_in_python(tmp_path: Path) -> None:
 
 
 def test_pieces_that_compete(tmp_path: Path) -> None:
-    """Merges in any order, many of them with the same result; sums of scores that are equal, or nearly so."""
+    """Merges in random order, many with equal results; sums of scores that are equal or nearly equal."""
     random = Random(17)
     cases, expected = [], []
     texts = ["".join(random.choices("ab", k=random.randint(1, 24))) for _ in range(300)]
@@ -195,7 +195,7 @@ def test_pieces_that_compete(tmp_path: Path) -> None:
 
 
 def test_classes_of_characters_are_those_of_the_library() -> None:
-    """Where this fails, the library has a newer Unicode: the message has the table that belongs into the module."""
+    """If this fails, the library has a newer Unicode; the message contains the new table for the module."""
     assigned = [*range(0xD800), *range(0xE000, 0x33500), *range(0xE0000, 0xE0200)]  # nothing but "-" elsewhere
     classes = bytearray(b"-" * 0x110000)
     for start in range(0, len(assigned), 50_000):

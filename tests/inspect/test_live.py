@@ -1,4 +1,4 @@
-"""The live page's script computes what torch computes: outputs, scores, and every number that the views show."""
+"""The script of the live page equals torch: outputs, scores, and all numbers of the views."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_silenced_heads_are_ablated() -> None:
 
 
 def given(run: Run, kind: str) -> tuple[Trace, dict[str, Any], list[int]]:
-    """An example of a task: its trace, and what the page is asked."""
+    """An example of a task: its trace, and the input of the page."""
     if kind == "image":
         return trace_image(run, picture()), {"pixels": picture().astype(float).ravel().tolist(), "name": "image"}, []
     if kind in FAMILIES:

@@ -1,4 +1,4 @@
-"""The page that is the model for everyone, in a real browser: keyboard, phone, paper, right to left, hostile text."""
+"""Access to the live page in a real browser: keyboard, phone, print, right to left, hostile text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_few_presses_of_tab_lead_to_the_content(browser: chromium.Chromium, pair
 
 
 def hebrew() -> Run:
-    """An inflection run: features in front, right to left."""
+    """An inflection run: leading features, right to left."""
     words = ["שלום", "ספר", "מלך", "ילד", "כתב"]
     tokenizer = Tokenizer.train("char", words)
     codec = Codec(tokenizer, tokenizer, features=("V", "PST", "PL"), columns=("source", "features", "target"))
@@ -101,7 +101,7 @@ CLEAN = """
 
 
 def test_five_hundred_payloads_stay_text(browser: chromium.Chromium, tmp_path: Path) -> None:
-    """As input, tokens of the vocabulary, features, name of the run, and in the address."""
+    """As input, vocabulary tokens, features, run name, and address."""
     tokens = sorted({part for payload in PAYLOADS for part in payload.split()})
     tokenizer = Tokenizer.train("space", tokens)
     features = tuple(payload.replace(";", ",").strip() for payload in PAYLOADS[:20])

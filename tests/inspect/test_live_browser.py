@@ -1,4 +1,4 @@
-"""The page that is the model, in a real browser: what is asked of it, task by task, and what it answers."""
+"""The live page in a real browser: requests and answers, task by task."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_typing_computes_what_regard_generates(browser: chromium.Chromium, pairs
 
 
 def test_views_follow_every_key(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
-    """How soon is measured by bench/page.py; here, that they do without a pause in typing."""
+    """The views update without a pause in typing; bench/page.py measures the time."""
     open_page(browser, pairs, tmp_path, "alignment", source="abcab" * 6)
     script = """
       (async () => { const field = document.querySelector('.field'), seen = [];

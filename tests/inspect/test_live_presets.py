@@ -1,4 +1,4 @@
-"""The live page's script computes every family, and every value of the settings that it knows."""
+"""The script of the live page computes every family and every supported setting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HASHED = [name for name in PRESETS if any(stack.get("mixer") == "lsh" for stack 
 
 
 def small(name: str) -> Run:
-    """A run of a family with little of everything that does not make it what it is."""
+    """A run of a family, small in every dimension that does not define it."""
     changes: dict[str, Any] = {}
     for side in ("encoder", "decoder"):
         if stack := PRESETS[name].get(side):
@@ -58,7 +58,7 @@ def small(name: str) -> Run:
 
 
 def example(run: Run, text: str) -> tuple[Trace, dict[str, Any], list[int]]:
-    """A trace, and what the page is asked for the same."""
+    """A trace, and the same request to the page."""
     if run.task.reads == "images":
         return trace_image(run, picture()), {"pixels": picture().astype(float).ravel().tolist(), "name": "image"}, []
     ids = []
@@ -97,7 +97,7 @@ def test_every_value_of_a_setting_is_compared() -> None:
 
 
 def test_a_page_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is there already stays as it was."""
+    """An existing file is left unchanged."""
     run = small("transformer-tiny")
     path = tmp_path / "page.html"
     path.write_text("before", encoding="utf-8")

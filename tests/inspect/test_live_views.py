@@ -1,4 +1,4 @@
-"""The views of a page that is the model, in a real browser: what they show, links to them, figures that are saved."""
+"""The views of the live page in a real browser: content, links, saved figures."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_several_heads_at_once(browser: chromium.Chromium, pairs: Run, tmp_path:
 
 
 def subwords() -> Run:
-    """A run over pieces of words."""
+    """A run with subword tokens."""
     words = ["the cat sat", "a cart", "the art of it", "sat at the cart"]
     tokenizer = Tokenizer.train("bpe:280", words)
     codec = Codec(tokenizer, tokenizer)

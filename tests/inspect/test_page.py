@@ -72,7 +72,7 @@ def found() -> Trace:
 
 
 def with_tokens(found: Trace, token: str) -> Trace:
-    """The same trace with one text everywhere that text from outside can stand."""
+    """The same trace with one text in every place that can hold text from outside."""
     candidate = found.steps[0].candidates[0]._replace(token=token)
     step = replace(found.steps[0], token=token, candidates=(candidate,))
     return replace(

@@ -1,4 +1,4 @@
-"""Cells line up by what a terminal shows, in any script."""
+"""Cells of terminal drawings are aligned, in any script."""
 
 from __future__ import annotations
 

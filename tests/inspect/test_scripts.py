@@ -1,4 +1,4 @@
-"""The page's JavaScript modules by themselves, in Node.js."""
+"""The page's JavaScript modules in Node.js."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_direction_follows_the_rule_of_python(tmp_path: Path) -> None:
 
 
 def described(found: Trace, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the page says of every head."""
+    """The page's description of every head."""
     path = folder / "trace.json"
     path.write_text(json.dumps(found.page_data()), encoding="utf-8")
     out: dict[str, list[dict[str, Any]]] = json.loads(run_node(path, program=DESCRIBE))
@@ -87,7 +87,7 @@ def sharpened(run: Run) -> Run:
 
 @pytest.mark.parametrize("kind", ["pairs", "image"])
 def test_heads_are_described_as_by_regard_heads(kind: str, tmp_path: Path) -> None:
-    """The same words and shares for one input that is long enough to show a pattern."""
+    """The same words and shares for one input long enough to show a pattern."""
     if kind == "pairs":
         run = sharpened(letters())
         example = Example("abcabba dcab dcabcabba", "bcdabcabdab cabbadcab")

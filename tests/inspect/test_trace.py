@@ -76,7 +76,7 @@ def test_maps_are_what_a_recording_sees(run: Run) -> None:
 @pytest.mark.parametrize("position", ["sinusoid", "learned", "rotary", "alibi", "bucket", "none"])
 @pytest.mark.parametrize("score", ["scaled_dot", "general", "additive", "cosine", "concat", "location"])
 def test_the_scores_of_the_walk_give_the_weights(position: str, score: str, make_letters: Callable[..., Run]) -> None:
-    """What the walk shows before the softmax leads to what is recorded after it."""
+    """The scores of the walk, after softmax, equal the recorded weights."""
     check_scores(traced(make_letters(position=position, score=score)))
 
 
@@ -183,7 +183,7 @@ def test_the_direction_is_that_of_the_word_and_features_are_told() -> None:
 @pytest.mark.parametrize("bias", ["all", "ff", "none"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_formulas_name_the_biases_that_the_model_has(bias: str, gated: bool, make_letters: Callable[..., Run]) -> None:
-    """The biases in the formulas of a layer are as many as its linear maps have, keys and values being two maps."""
+    """The formulas of a layer have as many biases as its linear maps; keys and values count as two maps."""
     run = make_letters(bias=bias, gated=gated)
     decoder = next(walk for walk in traced(run).walks if walk.name == "decoder")
     assert run.model.decoder is not None

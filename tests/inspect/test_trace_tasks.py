@@ -1,4 +1,4 @@
-"""Traces of models that are not an encoder and a decoder: language models, masked models, classes, images."""
+"""Traces of models other than encoder-decoders: language models, masked models, classes, images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def traced(run: Run, text: str = TEXT) -> Trace:
 
 @torch.no_grad()
 def raw(run: Run, text: str = TEXT) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What the model itself says about the same input, and its maps."""
+    """The output of the model for the same input, and its attention maps."""
     if run.pixels is not None:
         inputs = torch.from_numpy(run.pixels(picture()[None]))
     elif run.config.encoder is None:

@@ -1,4 +1,4 @@
-"""The web page in a real browser, with real clicks and keys, in front of a real server. Skipped where there is none."""
+"""The web page of a real server in a real browser, with real clicks and keys. Skipped without a browser."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def client(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def page(browser: chromium.Chromium, client: Client) -> Iterator[chromium.Chromium]:
-    """The page with the first run; the key is the password that a browser asks for."""
+    """The page with the first run; the key is the password of the browser's login."""
     browser.open(client.url.replace("//", f"//user:{KEY}@") + "/")
     yield browser
     problems = [
@@ -72,7 +72,7 @@ def page(browser: chromium.Chromium, client: Client) -> Iterator[chromium.Chromi
 
 
 def choose_run(page: chromium.Chromium, name: str) -> None:
-    """Change the run by keys, as one does in a list."""
+    """Select a run with arrow keys."""
     page.run("document.getElementById('run').focus()")
     steps = page.run(
         f"document.querySelector('#run [value={name}]').index - document.getElementById('run').selectedIndex"

@@ -303,9 +303,9 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
     # The triggers of a neuron that is always active carry no information.
     surprise_F = (top_KF.values[0] - value_NF.mean(0)) / value_NF.std(0).clamp(min=1e-6)
     surprise_F = surprise_F.masked_fill(top_KF.values[0] <= 0, -1.0)
-    chosen = surprise_F.topk(min(count, len(surprise_F))).indices.tolist()
+    indices = surprise_F.topk(min(count, len(surprise_F))).indices.tolist()
     neurons = []
-    for promoted_V, index in zip(_promoted(model, decoder, layer, chosen), chosen, strict=True):
+    for promoted_V, index in zip(_promoted(model, decoder, layer, indices), indices, strict=True):
         strongest = []
         for value, n in zip(*(x_KF[:, index].tolist() for x_KF in top_KF), strict=True):
             if value > 0:

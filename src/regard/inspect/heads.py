@@ -190,11 +190,11 @@ def sum_attention(model: Model, batches: Sequence[Batch]) -> dict[str, Attention
         with record(model, "*.weights") as maps:
             model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
         sides = {"source": (batch.source_BS, batch.source_keep_BS), "target": (batch.input_BT, batch.keep_BT)}
-        kept = {side: (x, torch.ones_like(x).bool() if keep is None else keep) for side, (x, keep) in sides.items()}
+        masked = {side: (x, torch.ones_like(x).bool() if keep is None else keep) for side, (x, keep) in sides.items()}
         for name, attention_sums in sums.items():
             kind, _ = kind_and_layer(name)
             queries, keys = TOKEN_SIDES[kind]
-            _add_tokens(attention_sums, maps[f"{name}.weights"], kind, *kept[queries], *kept[keys])
+            _add_tokens(attention_sums, maps[f"{name}.weights"], kind, *masked[queries], *masked[keys])
     return sums
 
 

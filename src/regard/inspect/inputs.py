@@ -183,12 +183,13 @@ def image_input(run: Run, image_CHW: np.ndarray, label: str | None, name: str, l
 
 def _displayed_pixels(image_CHW: np.ndarray, patches: PatchConfig) -> np.ndarray:
     """Pixels as bytes (H, W, C), stretched to the range of a byte unless they already fill it."""
-    shown = image_CHW[:3] if patches.channels >= 3 else image_CHW[:1]
-    if shown.dtype != np.uint8 or shown.max() < 128:
-        low = float(shown.min())
-        high = float(shown.max())
-        shown = np.rint((shown.astype(np.float64) - low) * (255 / ((high - low) or 1.0))).astype(np.uint8)
-    return np.ascontiguousarray(shown.transpose(1, 2, 0))
+    pixels_CHW = image_CHW[:3] if patches.channels >= 3 else image_CHW[:1]
+    if pixels_CHW.dtype != np.uint8 or pixels_CHW.max() < 128:
+        low = float(pixels_CHW.min())
+        high = float(pixels_CHW.max())
+        scaled_CHW = (pixels_CHW.astype(np.float64) - low) * (255 / ((high - low) or 1.0))
+        pixels_CHW = np.rint(scaled_CHW).astype(np.uint8)
+    return np.ascontiguousarray(pixels_CHW.transpose(1, 2, 0))
 
 
 def _class_names(run: Run) -> OutputNames:

@@ -194,15 +194,15 @@ def group_heads(heads: Sequence[HeadKey]) -> dict[str, list[int]]:
 def prune_heads(model: Model, removed: HeadGroups) -> Model:
     """A smaller model without some heads; its outputs equal those of the model with these heads ablated."""
     require_prunable(model)
-    kept = group_heads(_heads_left(model, removed))
+    remaining = group_heads(_heads_left(model, removed))
     for name in model.attentions():
-        if name not in kept:
+        if name not in remaining:
             raise UserError(f"{name}: all of its heads would be removed; one must remain")
-    small = Model(_pruned_config(model, kept)).to(model.device).train(model.training)
+    small = Model(_pruned_config(model, remaining)).to(model.device).train(model.training)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     for name, attention in model.attentions().items():
         assert isinstance(attention, Attention)
-        weights |= {f"{name}.{key}": x for key, x in _pruned_parameters(attention, kept[name])}
+        weights |= {f"{name}.{key}": x for key, x in _pruned_parameters(attention, remaining[name])}
     with torch.no_grad():
         for name, parameter in small.named_parameters():
             parameter.copy_(weights[name])
@@ -215,39 +215,39 @@ def require_prunable(model: Model) -> None:
         raise UserError("heads of hashed attention (mixer lsh) cannot be removed")
 
 
-def _pruned_config(model: Model, kept: dict[str, list[int]]) -> Config:
+def _pruned_config(model: Model, remaining: dict[str, list[int]]) -> Config:
     stacks = {}
     for side, stack in model.config.stacks.items():
         if stack.recurrent:
             continue
         fields: dict[str, list[tuple[int, ...]]] = {"kept_heads": [], "kept_cross_heads": []}
-        for name in sorted((n for n in kept if n.startswith(f"{side}.")), key=lambda n: kind_and_layer(n)[1]):
+        for name in sorted((n for n in remaining if n.startswith(f"{side}.")), key=lambda n: kind_and_layer(n)[1]):
             numbers = model.attentions()[name].head_numbers
             field = "kept_cross_heads" if kind_and_layer(name)[0] == "cross" else "kept_heads"
-            fields[field].append(tuple(numbers[head] for head in kept[name]))
+            fields[field].append(tuple(numbers[head] for head in remaining[name]))
         unpruned = tuple(range(stack.heads))
         changes = {key: layers for key, layers in fields.items() if any(heads != unpruned for heads in layers)}
         stacks[side] = {**stack.model_dump(), **changes}
     return Config.model_validate({**model.config.model_dump(), **stacks})
 
 
-def _pruned_parameters(attention: Attention, kept: list[int]) -> Iterator[tuple[str, Tensor]]:
+def _pruned_parameters(attention: Attention, heads: list[int]) -> Iterator[tuple[str, Tensor]]:
     """The parameters of an attention reduced to some of its heads, by name; none if it keeps all."""
-    if len(kept) == attention.heads:
+    if len(heads) == attention.heads:
         return
-    kept_groups = sorted({attention.kv_indices[head] for head in kept})
+    groups = sorted({attention.kv_indices[head] for head in heads})
     for name, parameter in attention.named_parameters():
         x = parameter.detach()
         part, _, leaf = name.rpartition(".")
         if part in ("query", "relative.project"):
-            x = x.unflatten(0, (attention.heads, -1))[kept].flatten(0, 1)
+            x = x.unflatten(0, (attention.heads, -1))[heads].flatten(0, 1)
         elif part == "key_value":
             sides = x.tensor_split((attention.kv_heads * attention.head_width,))  # keys, then values
-            x = torch.cat([side.unflatten(0, (attention.kv_heads, -1))[kept_groups].flatten(0, 1) for side in sides])
+            x = torch.cat([side.unflatten(0, (attention.kv_heads, -1))[groups].flatten(0, 1) for side in sides])
         elif part == "out":
-            x = x if leaf == "bias" else x.unflatten(1, (attention.heads, -1))[:, kept].flatten(1, 2)
+            x = x if leaf == "bias" else x.unflatten(1, (attention.heads, -1))[:, heads].flatten(1, 2)
         else:  # scores and centres have parameters per head, keys per key/value head
-            x = x[kept_groups if leaf == "key_weight" else kept]
+            x = x[groups if leaf == "key_weight" else heads]
         yield name, x
 
 

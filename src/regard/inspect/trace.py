@@ -204,9 +204,9 @@ def _trace_decoded(run: Run, example: Example, decoded: Hypothesis) -> Trace:
     limit = decoded.flags.get("max_length")
     if limit is not None and ids[-1] == run.config.ids.eos:
         ids.pop()
-    found = trace(run, example, ids, heads=load_heads(run.path))
+    traced = trace(run, example, ids, heads=load_heads(run.path))
     notes = () if limit is None else (Note("limit", f"The output {limit}, before its end token."),)
-    return replace(found, notes=found.notes + notes)
+    return replace(traced, notes=traced.notes + notes)
 
 
 def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, features: str | None = None) -> Trace:
