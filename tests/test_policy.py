@@ -224,7 +224,7 @@ NEVER_ONE = {
     "inspect/circuits.py: len(ids)", "inspect/prune.py: count", "inspect/prune.py: len(importance)",
     "training/pruning.py: count_heads(model)",
     # constants; positions and heads of a model that is of use; two numbers
-    "training/plan.py: DEFAULT_MINUTES", "training/trainer.py: MOST_SKIPS", "api.py: limit", "inspect/trace.py: heads",
+    "training/plan.py: DEFAULT_MINUTES", "training/trainer.py: MAX_SKIPS", "api.py: limit", "inspect/trace.py: heads",
     "training/loader.py: tokens",
 }  # fmt: skip
 

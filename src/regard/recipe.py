@@ -1,4 +1,4 @@
-"""The recipe: everything that defines a training run, as frozen values; TOML files, options and `--set` change them."""
+"""The recipe: all settings of a training run as frozen values, set by TOML files, options and `--set`."""
 
 from __future__ import annotations
 
@@ -21,58 +21,58 @@ Schedule = Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"]
 Weight = Annotated[float, Field(gt=0)]
 FILES = ("train", "source", "target", "valid", "valid_source", "valid_target")  # of the data
 FOLDER = Path(__file__).parent / "recipes"
-DEEPEST = 8  # tables inside tables
+MAX_DEPTH = 8  # nested tables
 
 
 def option(default: Any, description: str, metavar: str | None = None, **settings: Any) -> Any:
-    """A field whose description is the help of the command line's option that sets it."""
+    """A field; its description is the help of the command-line option that sets it."""
     extra: Any = {"metavar": metavar} if metavar else None
     return Field(default=default, description=description, json_schema_extra=extra, **settings)
 
 
 class Text(Value):
-    """How text becomes tokens."""
+    """How text is tokenised."""
 
     source_tokens: str = option("auto", "char, nfd, space, word, byte, bpe:N, unigram:N or auto.")
     target_tokens: str = option("auto", "The same for the targets.")
     shared: bool = option(False, "One vocabulary for both sides.")
-    min_count: Count = option(1, "Rarer tokens are unknown (char, space, word).")
+    min_count: Count = option(1, "Tokens rarer than this are unknown (char, space, word).")
     feature_separator: str = option(";", "Between the features of an example.", min_length=1)
 
 
 class Data(Value):
-    """Where examples come from. Either `train` or `source` and `target` (parallel files), each one file or several.
+    """Where examples come from: either `train`, or `source` and `target` (parallel files); each one file or several.
 
-    A file may be a pattern (`corpus/*.tsv`); every entry of a list, with all files that it matches, is a corpus.
+    A file may be a pattern (`corpus/*.tsv`). Every entry of a list, with all files that match it, is a corpus.
     """
 
     train: tuple[str, ...] | None = option(
-        None, "Tables of pairs, plain text, or an .npz of images, as the task has it. Repeatable.", metavar="FILE"
+        None, "Tables of pairs, plain text, or an .npz of images, depending on the task. Repeatable.", metavar="FILE"
     )
-    source: tuple[str, ...] | None = option(None, "Sources, one per line; goes with --target.", metavar="FILE")
+    source: tuple[str, ...] | None = option(None, "Sources, one per line; needs --target.", metavar="FILE")
     target: tuple[str, ...] | None = option(None, "Targets, one per line.", metavar="FILE")
     valid: tuple[str, ...] | None = option(
-        None, "Validation data of the same kind; without it some is set apart.", metavar="FILE"
+        None, "Validation data of the same kind; by default a part of the training data.", metavar="FILE"
     )
     valid_source: tuple[str, ...] | None = option(None, "Validation sources.", metavar="FILE")
     valid_target: tuple[str, ...] | None = option(None, "Validation targets.", metavar="FILE")
     columns: tuple[Column, ...] = option(
-        ("source", "target"), "What the columns of a table are: source, features, target.", metavar="NAMES"
+        ("source", "target"), "The meaning of the columns of a table: source, features, target.", metavar="NAMES"
     )
-    column_names: tuple[str, ...] | None = option(None, "What JSONL and Parquet files call these columns.")
-    weights: tuple[Weight, ...] | None = option(None, "Of the corpora: how often each is drawn from.")
+    column_names: tuple[str, ...] | None = option(None, "The names of these columns in JSONL and Parquet files.")
+    weights: tuple[Weight, ...] | None = option(None, "Sampling weights of the corpora.")
     temperature: Annotated[float, Field(gt=0)] | None = option(
-        None, "Draw from each corpus in proportion to its size to the power of 1/temperature."
+        None, "Sample each corpus in proportion to its size to the power of 1/temperature."
     )
-    max_length: Count = option(512, "Tokens on either side; a longer example is skipped and counted.")
-    min_length: Count = option(1, "Tokens on either side; a shorter example is skipped and counted.")
+    max_length: Count = option(512, "Maximum tokens on either side; longer examples are skipped and counted.")
+    min_length: Count = option(1, "Minimum tokens on either side; shorter examples are skipped and counted.")
     max_ratio: Annotated[float, Field(ge=1)] | None = option(
-        None, "Tokens of the longer side per token of the shorter; an example beyond is skipped and counted."
+        None, "Maximum ratio of the longer to the shorter side in tokens; other examples are skipped and counted."
     )
-    deduplicate: bool = option(False, "Skip and count pairs that came before.")
+    deduplicate: bool = option(False, "Skip and count repeated pairs.")
     strict: bool = option(False, "Stop at the first bad line instead of skipping it.")
     cache: str | None = option(
-        None, "A directory that keeps tokenised data for other runs on the same data.", metavar="DIR", min_length=1
+        None, "A directory where runs on the same data share the tokenised data.", metavar="DIR", min_length=1
     )
 
     @field_validator(*FILES, mode="before")
@@ -110,68 +110,68 @@ class Data(Value):
         if weights is not None and corpora:
             numbers = plural(len(weights), "number")
             yield len(weights) != corpora, f"weights has {numbers} for {corpora} corpora (entries of the list)"
-        yield mixed and corpora == 1, "temperature is between corpora, and there is one; list several"
+        yield mixed and corpora == 1, "temperature needs several corpora, but there is one"
 
 
 class Train(Value):
-    """How a model is trained. The first budget to run out ends the run; with none set, `minutes` is 10."""
+    """How a model is trained. The run ends when the first limit is reached; without any, `minutes` is 10."""
 
-    minutes: Annotated[float, Field(gt=0)] | None = option(None, "Stop after so many minutes.")
-    steps: Count | None = option(None, "Stop after so many steps.")
-    epochs: Count | None = option(None, "Stop after so many epochs.")
-    batch_tokens: Count = option(4096, "Padded tokens of a batch, of the longer side; planned if not given.")
-    batch_examples: Count | None = option(None, "Examples of a batch, instead of tokens; planned if neither is given.")
+    minutes: Annotated[float, Field(gt=0)] | None = option(None, "Stop after this many minutes.")
+    steps: Count | None = option(None, "Stop after this many steps.")
+    epochs: Count | None = option(None, "Stop after this many epochs.")
+    batch_tokens: Count = option(4096, "Batch size in padded tokens of the longer side; planned by default.")
+    batch_examples: Count | None = option(None, "Batch size in examples instead; planned if neither is given.")
     accumulate: Count = option(1, "Batches per step.")
     optimizer: Literal["adam", "adamw"] = option("adamw", "adam or adamw.")
-    lr: float = option(1e-3, "Peak of the learning rate, a factor for noam; planned if not given.", gt=0)
-    schedule: Schedule = option("cosine", "Of the learning rate.")
+    lr: float = option(1e-3, "Peak learning rate (a factor for noam); planned by default.", gt=0)
+    schedule: Schedule = option("cosine", "Learning rate schedule.")
     warmup: int = option(
-        400, "Steps in which the learning rate rises; planned if not given: an eighth of the run.", ge=0, le=MAX_COUNT
+        400, "Steps of learning rate warm-up; by default planned, an eighth of the run.", ge=0, le=MAX_COUNT
     )
-    beta1: Rate = option(0.9, "Of Adam.")
-    beta2: Rate = option(0.98, "Of Adam.")
-    eps: float = option(1e-9, "Of Adam.", gt=0)
-    weight_decay: float = option(0.0, "Of matrices.", ge=0)
-    clip: float = option(1.0, "Largest norm of the gradient; 0: any.", ge=0)
-    label_smoothing: Rate = option(0.1, "Share of the probability that goes to all tokens alike.")
-    scheduled_sampling: float = option(0.0, "How often the model's own prediction is fed back.", ge=0, le=1)
+    beta1: Rate = option(0.9, "First beta of Adam.")
+    beta2: Rate = option(0.98, "Second beta of Adam.")
+    eps: float = option(1e-9, "Epsilon of Adam.", gt=0)
+    weight_decay: float = option(0.0, "Weight decay of matrices.", ge=0)
+    clip: float = option(1.0, "Maximum norm of the gradient; 0: no limit.", ge=0)
+    label_smoothing: Rate = option(0.1, "Probability mass spread evenly over all tokens.")
+    scheduled_sampling: float = option(0.0, "Probability of feeding back the model's own prediction.", ge=0, le=1)
     average: int = option(0, "At the end, average the last N validated checkpoints.", ge=0, le=MAX_COUNT)
     ema: Rate = option(
-        0.0, "Validate and keep an exponential moving average of the weights, with this decay; planned if not given."
+        0.0, "Decay of an exponential moving average of the weights, which becomes the model; planned by default."
     )
     metric: Metric = option(
-        "loss", "What the best checkpoint is chosen by; for pairs planned by the targets if not given."
+        "loss", "Metric that the best checkpoint is chosen by; for pairs it depends on the targets by default."
     )
-    patience: int = option(0, "Validations without a better metric before stopping; 0: never.", ge=0, le=MAX_COUNT)
-    validate_every: Count | None = option(None, "Steps; by default about once per epoch, at most 40 times in a run.")
-    validate_beam: Count = option(1, "Beam of the decoding that validates.")
-    log_every: Count = option(50, "Steps.")
-    seed: Id = option(1, "Of weights, order and dropout.")
+    patience: int = option(0, "Stop after this many validations without improvement; 0: never.", ge=0, le=MAX_COUNT)
+    validate_every: Count | None = option(
+        None, "Steps between validations; by default about an epoch, at most 40 validations."
+    )
+    validate_beam: Count = option(1, "Beam size in validation.")
+    log_every: Count = option(50, "Steps between lines of the log.")
+    seed: Id = option(1, "Random seed of weights, data order and dropout.")
     precision: Literal["fp32", "bf16"] = option(
-        "fp32", "Of matrix products; with a budget in minutes planned if not given."
+        "fp32", "Precision of matrix products; with a budget in minutes planned by default."
     )
     device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
-    workers: int = option(0, "Processes; 0: one per core on a CPU, one elsewhere.", ge=0, le=MAX_COUNT)
-    strategy: Strategy = option(
-        "ddp", "How processes share a model: all weights in each (ddp), or a shard in each (fsdp)."
-    )
-    offload: bool = option(False, "fsdp on GPUs: keep shards and moments in the memory of the CPU.")
-    recompute: bool = option(False, "Compute the activations inside layers again in the backward pass: less memory.")
-    context: Count | None = option(None, "lm, masked, span: tokens of text in a row of a batch.")
-    mask_rate: float = option(0.15, "masked: share of tokens to predict.", gt=0, lt=1)
+    workers: int = option(0, "Number of processes; 0: one per core on a CPU, otherwise one.", ge=0, le=MAX_COUNT)
+    strategy: Strategy = option("ddp", "Every process holds all weights (ddp) or a shard of them (fsdp).")
+    offload: bool = option(False, "fsdp on GPUs: keep shards and moments in CPU memory.")
+    recompute: bool = option(False, "Recompute activations in the backward pass to save memory.")
+    context: Count | None = option(None, "lm, masked, span: tokens per row of a batch.")
+    mask_rate: float = option(0.15, "masked: share of tokens that are predicted.", gt=0, lt=1)
     span_rate: float = option(0.15, "span: share of tokens that are masked.", gt=0, lt=1)
     span_mean: float = option(3.0, "span: mean length of a masked span.", ge=1)
-    l0: float = option(0.0, "Penalty on open head gates: loss per token that all heads together cost.", ge=0)
-    start_from: str | None = option(None, "Start from a run's weights and text.", metavar="RUN")
-    parts: tuple[str, ...] | None = option(None, "Names of weights (or how they begin) that are trained; else all.")
-    lora: int = option(0, "Rank of adapters, which are then all that is trained; 0: none.", ge=0, le=MAX_COUNT)
-    lora_alpha: Annotated[float, Field(gt=0)] | None = option(None, "Scale of the adapters; by default twice the rank.")
-    lora_on: tuple[str, ...] = option(("attention", "cross", "feed_forward"), "What gets adapters.")
+    l0: float = option(0.0, "Penalty on open head gates, for all heads together, in loss per token.", ge=0)
+    start_from: str | None = option(None, "Start from the weights and tokenizers of a run.", metavar="RUN")
+    parts: tuple[str, ...] | None = option(None, "Names or prefixes of the weights that are trained; by default all.")
+    lora: int = option(0, "Rank of adapters (LoRA); only these are trained. 0: no adapters.", ge=0, le=MAX_COUNT)
+    lora_alpha: Annotated[float, Field(gt=0)] | None = option(None, "Scale of adapters; by default twice the rank.")
+    lora_on: tuple[str, ...] = option(("attention", "cross", "feed_forward"), "Parts that get adapters.")
 
     @field_validator("parts", "lora_on", mode="before")
     @classmethod
     def _names(cls, names: Any) -> Any:
-        """One name, or several with commas, as they are written on a command line."""
+        """Split names at commas, as given on the command line."""
         return tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else names
 
     @field_validator("device")
@@ -184,7 +184,7 @@ class Train(Value):
 
 
 class Recipe(Value):
-    """A complete order: task, model, text, data, training."""
+    """All settings of a run: task, model, text, data, training."""
 
     task: TaskName = option("pairs", "; ".join(f"{task.name}: {task.summary}" for task in TASKS.values()) + ".")
     preset: str = option("auto", "The model to start from; `regard info` lists them.")
@@ -193,12 +193,20 @@ class Recipe(Value):
     data: Data = Data()
     train: Train = Field(default=Train(), validate_default=True)
 
+    def with_train(self, **changes: Any) -> Recipe:
+        """The recipe with other settings in `train`."""
+        return self.model_copy(update={"train": self.train.model_copy(update=changes)})
+
+    def with_data(self, **changes: Any) -> Recipe:
+        """The recipe with other settings in `data`."""
+        return self.model_copy(update={"data": self.data.model_copy(update=changes)})
+
     @field_validator("train")
     @classmethod
     def _task_defaults(cls, train: Train, info: ValidationInfo) -> Train:
-        """Fill in the defaults of the task. They do not count as given, so that resuming may leave them out."""
+        """Fill in the defaults of the task. They do not count as set, so they can be left out when resuming."""
         task = TASKS.get(info.data.get("task", ""))
-        if task is None:  # refused already
+        if task is None:  # an error was reported already
             return train
         values = {name: getattr(train, name) for name in train.model_fields_set}
         defaults = {**dict(train), "metric": task.metrics[0], **task.train}
@@ -219,24 +227,24 @@ class Recipe(Value):
         names = data.column_names
         message = f"data.column_names must name a column for each of {', '.join(columns)}"
         yield names is not None and len(names) != len(columns), message
-        message = f"train.scheduled_sampling: task {self.task} has no output of its own to be fed back"
+        message = f"train.scheduled_sampling: needs a task with a decoder, not {self.task}"
         yield self.train.scheduled_sampling and not task.seq2seq, message
         metric = self.train.metric
         allowed = " or ".join(sorted(task.metrics, key=get_args(Metric).index))
-        yield metric not in task.metrics, f"train.metric: task {self.task} is judged by {allowed}, not {metric}"
+        yield metric not in task.metrics, f"train.metric: task {self.task} has {allowed}, not {metric}"
 
 
 def read_toml(text: str, where: str) -> dict[str, Any]:
-    """The tables of a TOML text; what no setting can be is refused: deep nesting, integers of more than 64 bits."""
+    """Parse a TOML text; deep nesting and integers of more than 64 bits are refused."""
     wrong = UserError(f"{where}: an integer of more than 64 bits, or tables or lists nested too deeply")
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         raise
-    except (ValueError, RecursionError):  # Python reads no number of more than 4,300 digits
+    except (ValueError, RecursionError):  # for example numbers of more than 4,300 digits
         raise wrong from None
     level: list[Any] = [tables]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         inner = [v for table in level for v in (table.values() if isinstance(table, dict) else table)]
         if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in inner):
             raise wrong
@@ -247,19 +255,19 @@ def read_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """Read a TOML recipe as plain tables; `load_recipe` checks them once options have changed them."""
+    """Read a TOML recipe as plain tables; `load_recipe` validates them after options are applied."""
     try:
         return read_toml(Path(path).read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         if Path(path).is_file() and Path(path).suffix != ".toml":
-            raise UserError(f"{path}: is not a recipe (a TOML file); to train on it, write --data {path}") from None
+            raise UserError(f"{path}: not a recipe (a TOML file); to train on this file, use --data {path}") from None
         raise UserError(f"{path}: not a readable TOML file: {error}") from None
 
 
 def load_recipe(tables: dict[str, Any], where: str = "recipe") -> Recipe:
-    """Check a recipe given as tables."""
+    """Validate tables as a recipe."""
     return parse(Recipe, tables, where)
 
 
@@ -269,13 +277,13 @@ def recipe_names() -> list[str]:
 
 
 def recipe_summary(name: str) -> str:
-    """What a shipped recipe is for: its first line, a comment."""
+    """The purpose of a shipped recipe: the comment in its first line."""
     with (FOLDER / f"{name}.toml").open(encoding="utf-8") as file:
         return file.readline().removeprefix("#").strip().rstrip(".")
 
 
 def recipe_tables(recipe: str | Path) -> dict[str, Any]:
-    """The tables of a recipe: a TOML file, or a shipped one by its name. A file of that name comes first."""
+    """The tables of a TOML file, or of a shipped recipe with this name if there is no such file."""
     path, names = Path(recipe), recipe_names()
     if not path.is_file():
         if str(recipe) in names:
@@ -289,15 +297,15 @@ def recipe_tables(recipe: str | Path) -> dict[str, Any]:
 def assign(tables: dict[str, Any], setting: str) -> None:
     """Apply one `--set key=value` to recipe tables, in place.
 
-    A key is a full path (`train.lr`, `decoder.score`) or a bare name, if only one section has it; a field of Stack
-    means both stacks. The value is TOML, or a plain word.
+    A key is a full path (`train.lr`, `decoder.score`), or a bare name that only one section has. A field of Stack
+    applies to both stacks. The value is TOML, or a plain word.
     """
     key, raw = split_setting(setting)
     try:
         value = read_toml(f"value = {raw}", f"--set {key}")["value"]
     except tomllib.TOMLDecodeError:
         value = raw
-    if key.count(".") >= DEEPEST:
+    if key.count(".") >= MAX_DEPTH:
         raise UserError(f"--set {key[:40]}...: no such section")
     for path in _paths(key):
         if (part := put(tables, path, value)) is not None:
@@ -313,7 +321,7 @@ def split_setting(setting: str) -> tuple[str, str]:
 
 
 def put(tables: dict[str, Any], path: Sequence[str], value: Any) -> str | None:
-    """Set a nested key -> the part of its path that is no table, if there is one."""
+    """Set a nested key -> the part of its path that is not a table, if any."""
     table = tables
     for part in path[:-1]:
         table = table.setdefault(part, {})
@@ -327,13 +335,13 @@ SECTIONS: dict[str, type[Value]] = {"text": Text, "data": Data, "train": Train}
 
 
 def setting_names() -> list[str]:
-    """The keys that `--set` knows by their bare names."""
+    """The keys that `--set` accepts by their bare names."""
     tables: list[type[Value]] = [Stack, Config, *SECTIONS.values()]
     return ["preset", "task", *(name for table in tables for name in table.model_fields)]
 
 
 def setting_keys() -> list[str]:
-    """The keys that a mistaken key of `--set` may mean: bare names, and those of one stack."""
+    """Suggestions for an unknown key of `--set`: bare names, and keys of one stack."""
     return [*setting_names(), *_keys_of_stacks()]
 
 
@@ -342,7 +350,7 @@ def _keys_of_stacks() -> list[str]:
 
 
 def _paths(key: str) -> list[list[str]]:
-    """Where a key of `--set` belongs: one path, or one in each stack."""
+    """The paths that a key of `--set` stands for: one, or one in each stack."""
     parts = key.split(".")
     if len(parts) > 1:
         if parts[0] in (*BOTH, "ids", "patches"):
@@ -365,7 +373,7 @@ def _paths(key: str) -> list[list[str]]:
     if not homes:
         raise UserError(f"--set {key}: no such key{closest(key, setting_keys())}")
     if len(homes) > 1:
-        raise UserError(f"--set {key}: could mean {' or '.join(homes)}; write which")
+        raise UserError(f"--set {key}: could mean {' or '.join(homes)}; write one of them")
     return _in_both_stacks(key) if key in Stack.model_fields else [homes[0].split(".")]
 
 

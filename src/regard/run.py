@@ -1,4 +1,4 @@
-"""A run: the directory that holds a trained model and everything needed to use it. Nothing in it can execute code."""
+"""A run: the directory with a trained model and everything needed to use it. Nothing in it can execute code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from regard.suggest import nearest
 from regard.tasks import TASKS, Task, TaskName, infer_task
 from regard.text.codec import TOKENIZERS, Codec, TextConfig
 
-NAMED = 5  # runs in a message
+MAX_NAMED = 5  # runs in a message
 FORMAT = 1
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -52,14 +52,14 @@ READ = (CONFIG, WEIGHTS, HEADS, *TOKENIZERS)  # files that loading and decoding 
 
 
 class Generation(Value):
-    """What a model's outputs are like beside its config, as a converted model says it."""
+    """Settings for decoding that came with a converted model."""
 
-    suppressed: tuple[Id, ...] = ()  # ids that are never produced, beside the special tokens
-    max_length: Count | None = None  # most output tokens by default, the end not counted
+    suppressed: tuple[Id, ...] = ()  # ids that are never produced, in addition to special tokens
+    max_length: Count | None = None  # default limit of output tokens, without the end
 
 
 class RunConfig(Value):
-    """What config.json holds."""
+    """The contents of config.json."""
 
     format: Literal[1] = 1
     model: Config
@@ -86,16 +86,19 @@ class Run:
 
     @property
     def task(self) -> Task:
-        """What the run reads, learns and answers."""
+        """The task that the run was trained for."""
         return TASKS[self.task_name or infer_task(self.config)]
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The labels by class; those of a converted model may be numbers only."""
+        """The labels by class; a converted model may have only numbers."""
         return self.labels or tuple(map(str, range(self.config.classes or 0)))
 
     def never_produced(self, unknown: bool = False) -> list[int]:
-        """Ids that no output has: special tokens but the end and, if so, the `unknown` one, and ids without a token."""
+        """Ids that are excluded from outputs: special tokens except the end, and ids without a token.
+
+        With `unknown`, the unknown token is allowed.
+        """
         ids, vocab = self.config.ids, self.config.target_vocab
         never = {ids.pad, ids.sos, ids.mask, *([] if unknown else [ids.unk]), *self.generation.suppressed}
         never |= set(range(self.codec.target.size, vocab))
@@ -103,7 +106,7 @@ class Run:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The architecture, in words."""
+        """The architecture in words."""
         config = self.config
         facts = {name: _describe(stack) for name, stack in config.stacks.items()}
         if self.task.reads == "images":
@@ -132,9 +135,9 @@ class Run:
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu", verify: bool = False) -> Self:
-        """Open a run directory, reading only its own files, which must be those that were saved.
+        """Open a run directory. Only its own files are read, and they must be unchanged.
 
-        With `verify` large weights are compared with their SHA-256 too, not only by size.
+        With `verify`, the SHA-256 of large weights is checked as well as their size.
         """
         path = Path(path)
         try:
@@ -162,7 +165,7 @@ class Run:
         return cls(config.model, codec, model.eval(), path, *about)
 
     def save(self, path: str | Path) -> None:
-        """Write what is needed to use the run."""
+        """Write the files that are needed to use the run."""
         path = Path(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -183,9 +186,9 @@ class Run:
 
 
 def require_saved(path: Path, names: Collection[str] | None = None, verify: bool = False) -> None:
-    """Refuse a run some of whose files are not those that were saved with it."""
+    """Raise UserError if files of a run have changed since they were saved."""
     accept = f"regard info {shlex.quote(str(path))} --accept"
-    require_unchanged(path, f"changed on purpose? Then accept the files as they are: {accept}", names, verify)
+    require_unchanged(path, f"if this was intended, accept the files as they are: {accept}", names, verify)
 
 
 def verify_run(path: Path) -> str:
@@ -234,8 +237,8 @@ def read_config(path: Path) -> RunConfig:
     if not (path / CONFIG).is_file():
         hint = " (was the training stopped before its start?)"
         if inside := [str(path / name) for name in _runs_in(path)]:
-            more = f" and {len(inside) - NAMED:,} more" if len(inside) > NAMED else ""
-            hint = f"; there are runs in it: {', '.join(inside[:NAMED])}{more}"
+            more = f" and {len(inside) - MAX_NAMED:,} more" if len(inside) > MAX_NAMED else ""
+            hint = f"; there are runs in it: {', '.join(inside[:MAX_NAMED])}{more}"
         raise UserError(f"{path}: not a run directory: it has no {CONFIG}{hint}")
     data = read_json(path / CONFIG)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -252,19 +255,19 @@ def read_config(path: Path) -> RunConfig:
 
 
 def closest_run(path: Path) -> str:
-    """`; did you mean x?` with the run beside it that is probably meant, or an empty string."""
+    """`; did you mean x?` with a run of a similar name in the same directory, or an empty string."""
     near = nearest(path.name, _runs_in(path.parent))
     return f"; did you mean {path.parent / near}?" if near else ""
 
 
 def _runs_in(directory: Path) -> list[str]:
-    """The names of the runs in a directory, as far as it can be read."""
+    """The names of the readable runs in a directory."""
     names = []
     with suppress(OSError):
         for file in sorted(directory.glob(f"[!.]*/{CONFIG}")):
             with suppress(UserError):
                 data = read_json(file)
-                if isinstance(data, dict) and data.get("format") == FORMAT:  # other libraries have files of this name
+                if isinstance(data, dict) and data.get("format") == FORMAT:  # other libraries use this file name, too
                     names.append(file.parent.name)
     return names
 
@@ -275,29 +278,29 @@ def saved_recipe(run: Path) -> Recipe:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter once, by its first name: a shared table is one tensor."""
+    """The parameters by name; shared ones occur once, with their first name."""
     return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=True)}
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors; a failure is an OSError, and the permissions are those of any other file."""
+    """Write tensors with default permissions. A failure raises OSError."""
     path.touch()
     mode = path.stat().st_mode
     try:
         save_file({name: x.detach().contiguous().cpu() for name, x in tensors.items()}, path)
     except SafetensorError as error:
         raise OSError(str(error).removeprefix("Error while serializing: ").removeprefix("I/O error: ")) from None
-    path.chmod(mode)  # the library makes a file that only its owner can read
+    path.chmod(mode)  # the library creates a file that only its owner can read
 
 
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Write tensors, atomically; as bytes, for the library's own writer leaves a temporary file if it is killed."""
+    """Write tensors atomically. The library's own writer would leave a temporary file if it is killed."""
     tensors = {name: x.contiguous().cpu() for name, x in weights.items()}
     replace_file(path, lambda temporary: temporary.write_bytes(save(tensors)))
 
 
 def require_layers(config: Config, tensors: int, where: str) -> None:
-    """Refuse a config of more layers than there are tensors, before time is spent on building them."""
+    """Raise UserError for a config with more layers than tensors, before any layers are created."""
     layers = sum(stack.layers for stack in config.stacks.values())
     if layers > tensors:
         message = f"missing: layers, of which config.json says {layers}, for there are {tensors} tensors"
@@ -317,9 +320,9 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -> None:
-    """Fill a model from a file; all missing, extra and misshapen names come in one message.
+    """Load the weights of a model from a file; missing, extra and misshapen names are reported together.
 
-    A model on the meta device is allocated on `device`, but only once the file fits it: a config.json may say anything.
+    A model on the meta device is allocated on `device` after the file was found to fit: config.json is not trusted.
     """
     with _open(path) as file:
         names = file.keys()
@@ -335,7 +338,7 @@ def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -
 def require_shapes(
     stored: Mapping[str, list[int]], expected: Mapping[str, list[int]], where: str, other: Sequence[str] = ()
 ) -> None:
-    """Require that a file holds the tensors of a model; all misfits, `other` ones first, come in one message."""
+    """Raise UserError unless a file has the tensors of a model; all differences are listed, `other` ones first."""
     wrong = [*other, *(f"missing: {name}" for name in sorted(expected.keys() - stored.keys()))]
     wrong += [f"not known: {name} {stored[name]}" for name in sorted(stored.keys() - expected.keys())]
     for name in sorted(expected.keys() & stored.keys()):
@@ -360,16 +363,16 @@ def mean_weights(sets: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def require_numbers(run: Run) -> None:
-    """Refuse weights that are infinite or not numbers."""
+    """Raise UserError for weights that are infinite or not numbers."""
     for name, weight in weights_of(run.model).items():
         if not bool(weight.isfinite().all()):
-            raise UserError(f"{run.path}: some of its weights are not numbers ({name}); was training stable?")
+            raise UserError(f"{run.path}: some weights are not finite numbers ({name}); was training stable?")
 
 
 def average(paths: Sequence[str | Path], out: str | Path) -> Run:
-    """Save the mean of several runs' weights; they must be the same model over the same text.
+    """Save the mean of the weights of several runs with the same model and vocabulary.
 
-    The new directory appears complete or not at all. Alignments are read from the heads of the first run.
+    The new directory is created atomically. Its alignment heads are those of the first run.
     """
     if not paths:
         raise UserError("average needs at least one run")
@@ -382,7 +385,7 @@ def average(paths: Sequence[str | Path], out: str | Path) -> Run:
         run = Run.load(path)
         require_numbers(run)
         if run.config != first.config or run.codec != first.codec:
-            raise UserError(f"{path}: not the same model and vocabulary as {paths[0]}; averaging them has no meaning")
+            raise UserError(f"{path}: not the same model and vocabulary as {paths[0]}, so they cannot be averaged")
         return weights_of(run.model)
 
     mean = mean_weights(chain([weights_of(first.model)], map(weights, paths[1:])))

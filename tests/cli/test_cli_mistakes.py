@@ -103,7 +103,7 @@ def test_another_preset_than_the_recipes(toy, tmp_path):
 def test_a_key_that_was_not_set_before_resuming(toy, tmp_path):
     assert train(toy, tmp_path / "run", *small()).code == 0
     result = train(toy, tmp_path / "run", "--resume", "--set", "embed_norm=true")
-    assert "model.encoder.embed_norm: now True, then as the preset has it" in result.err
+    assert "model.encoder.embed_norm: now True, then as in the preset" in result.err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -140,7 +140,7 @@ INTERNAL = (
     [
         (
             "train pairs.tsv --out new",
-            "pairs.tsv: is not a recipe (a TOML file); to train on it, write --data pairs.tsv",
+            "pairs.tsv: not a recipe (a TOML file); to train on this file, use --data pairs.tsv",
         ),
         ("train --data pairs.tsv --out new --set lr 3", "--set lr: write it as key=value"),
         ("train --data pairs.tsv --out new --preset transformer", "regard info describes them"),

@@ -299,7 +299,7 @@ def test_pruning_by_learned_gates() -> None:
 
 
 def test_a_single_head_cannot_go() -> None:
-    with pytest.raises(UserError, match="one head, which cannot go"):
+    with pytest.raises(UserError, match="only one head"):
         prune(letters("rnn-luong"), EXAMPLES, EXAMPLES, PruneAmount(count=1))
 
 

@@ -281,7 +281,7 @@ def test_lengths_and_their_ratio_are_limits(tmp_path: Path) -> None:
         ({"train": ["a", "b"], "weights": [1]}, "pairs", "weights has 1 number for 2 corpora"),
         ({"train": ["a", "b"], "weights": [1, 0]}, "pairs", r"data\.weights"),
         ({"train": ["a", "b"], "weights": [1, 2], "temperature": 2}, "pairs", "either weights or temperature"),
-        ({"train": "a", "temperature": 2}, "pairs", "temperature is between corpora"),
+        ({"train": "a", "temperature": 2}, "pairs", "temperature needs several corpora"),
         ({"train": "a", "column_names": ["x"]}, "pairs", "column_names must name a column for each"),
         ({"train": "a", "min_length": 9, "max_length": 8}, "pairs", "min_length .* is more than max_length"),
         ({"train": ["a", ""]}, "pairs", "empty name"),
@@ -337,5 +337,5 @@ def test_windows_of_text_come_from_each_corpus_in_its_proportion(setting: dict, 
         assert abs((starts < 6401).mean() - share) < 0.01
         assert abs(len(starts) - loader.examples) <= 1
     if setting:
-        with pytest.raises(UserError, match="a model with segment memory reads the text in its order"):
+        with pytest.raises(UserError, match="a model with segment memory reads the text in order"):
             make_loader(recipe, prepared, preset("xl-tiny", 50))

@@ -21,9 +21,9 @@ from regard.decode.forced import score_text, scoring_context
 from regard.errors import UserError
 from regard.evaluate.evaluator import evaluate_text, judge_text
 from regard.model import Model
+from regard.parallel.ranks import ProcessGroup
 from regard.run import Run, saved_recipe
 from regard.text.codec import Example
-from regard.training.distributed import ProcessGroup
 from regard.training.validation import mean_scores
 
 TEXT = "the cat sat on the mat\nand the dog sat on the log\n\n" * 6

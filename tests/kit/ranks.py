@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from multiprocessing import get_context
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-SECONDS = 240  # one that waits longer waits for ever
-# Processes are forked from one that has imported what takes longest: most of these tests would be spent on imports.
-CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "regard.training.fit"])
+from regard.parallel import children
+from regard.parallel.children import Channel
+
+SECONDS = 240  # a process that takes longer is waiting for another one forever
 
 
 def run_ranks(size: int, target: Callable[..., None], directory: Path, *arguments: object) -> list[Any]:
     """What each process saves; `target` gets its rank, their number, a store, a file to save to, and `arguments`."""
     files = [str(directory / f"saved-{rank}") for rank in range(size)]
-    processes = [
-        CONTEXT.Process(target=target, args=(rank, size, str(directory / "store"), file, *arguments))
-        for rank, file in enumerate(files)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(SECONDS)
-    codes = [process.exitcode for process in processes]  # None if it still runs
-    for process in processes:
-        process.kill()
-    assert codes == [0] * size
+    work = f"{target.__module__}:{target.__name__}"
+    ranks = []
+    for rank, file in enumerate(files):
+        settings = {"target": work, "arguments": [rank, size, str(directory / "store"), file, *arguments]}
+        ranks.append(children.spawn("kit.ranks:call", settings))
+    deadline = time.monotonic() + SECONDS
+    statuses = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]  # None if it still runs
+    errors = [rank.last_lines() for rank in ranks]
+    for rank in ranks:
+        rank.close()
+    assert statuses == [0] * size, errors
     return [torch.load(file, weights_only=True) for file in files]
+
+
+def call(channel: Channel, settings: dict[str, Any]) -> None:
+    """The work of a rank of `run_ranks`."""
+    module, _, name = settings["target"].partition(":")
+    getattr(import_module(module), name)(*settings["arguments"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import regard.parallel.ranks
 from kit.backwards import TINY, MakeRecipe, write_pairs
+from regard.parallel.children import Child, Template
 from regard.recipe import Recipe, load_recipe
 
 
@@ -22,6 +24,27 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("regard.training.fit.draw_curve", lambda run, metric: None)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    """The ranks that this test starts on this machine."""
+    started: list[Child] = []
+    start_template = regard.parallel.ranks.start_template
+
+    def start(modules: Sequence[str]) -> Template:
+        template = start_template(modules)
+        start_child = template.start
+
+        def record(*arguments: Any) -> Child:
+            started.append(start_child(*arguments))
+            return started[-1]
+
+        monkeypatch.setattr(template, "start", record)
+        return template
+
+    monkeypatch.setattr(regard.parallel.ranks, "start_template", start)
+    return started
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ import pytest
 import torch.distributed.checkpoint.filesystem as dcp_files
 from test_resume import result
 
+import regard.parallel.ranks
 import regard.run
 from kit.backwards import MakeRecipe
 from regard.errors import UserError
 from regard.recipe import Recipe
 from regard.training.checkpoint import CheckpointManager
-from regard.training.distributed import STORE
 from regard.training.fit import fit
 from regard.training.report import Reporter
 
@@ -77,7 +77,8 @@ def _take_part(
     order: Recipe, run: Path, rank: int, processes: int, store: str, saving: Callable[[int, Save], Save] | None
 ) -> str:
     if processes > 1:
-        os.environ.update({"WORLD_SIZE": str(processes), "RANK": str(rank), STORE: store})
+        os.environ.update({"WORLD_SIZE": str(processes), "RANK": str(rank), "MASTER_ADDR": "-", "MASTER_PORT": "0"})
+        regard.parallel.ranks.launcher_store = lambda: store
     if saving is not None:
         CheckpointManager.save = saving(rank, CheckpointManager.save)  # type: ignore[method-assign]
     try:

@@ -18,7 +18,8 @@ from regard.errors import UserError
 from regard.recipe import Recipe, load_recipe
 from regard.run import WEIGHTS, Run
 from regard.training.fit import fit
-from regard.training.report import Reporter, read_log
+from regard.training.log import read_log
+from regard.training.report import Reporter
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32, "dropout": 0.0}
 
@@ -186,7 +187,7 @@ def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
     assert 'precision = "bf16"' in (tmp_path / "run/recipe.toml").read_text()
     for budget, message in (
         (6, "fp32 instead of bf16: the test crashed with SIGILL"),
-        (8, "fp32, which the run settled on"),
+        (8, "fp32, as chosen when the run began"),
     ):
         reporter = CollectingReporter()
         more = load_recipe({"train": {"steps": budget, "precision": "bf16"}})

@@ -13,21 +13,22 @@ import torch.distributed as dist
 
 from kit.backwards import MakeRecipe
 from regard.errors import UserError
-from regard.training.distributed import ProcessGroup, form_group
-from regard.training.fit import fit
-from regard.training.launch import (
+from regard.parallel.ranks import (
     Launch,
+    ProcessGroup,
+    form_group,
     has_launcher,
     join_group,
     name_lost_connection,
     process_device,
     restart_problem,
 )
+from regard.training.fit import fit
 from regard.training.report import Reporter
 from regard.training.trainer import Aborted, Signals
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
-NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "REGARD_STORE", *TORCHRUN)
+NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *TORCHRUN)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def test_whether_a_launcher_started_us(size: str | None, others: bool, monkeypat
     [
         ({"WORLD_SIZE": "2"}, "RANK: is not set, although WORLD_SIZE is"),
         ({"WORLD_SIZE": "2", "RANK": "first"}, "RANK: a whole number is expected in the environment, not 'first'"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK: of 2 processes \(WORLD_SIZE\) the last is 1, not 2"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK: the last of 2 processes \(WORLD_SIZE\) is 1, not 2"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR: is not set"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "MASTER_PORT: is not set"),
     ],
@@ -129,11 +130,11 @@ def test_a_restart_resumes_only_what_its_launcher_began(
 
     fit(recipe(steps=2), tmp_path / "alone", reporter=Reporter())
     for number in (0, 1):
-        with pytest.raises(UserError, match="there is a run already"):
+        with pytest.raises(UserError, match="contains a run"):
             attempt(number, "alone", 5)
     assert attempt(0, "run", 5) == 2
     assert attempt(1, "run", 5) == 3
-    with pytest.raises(UserError, match="there is a run already"):
+    with pytest.raises(UserError, match="contains a run"):
         attempt(2, "run", 6)
     assert attempt(2, "run", 6, resume=True) == 4
     assert attempt(3, "run", 6) == 5

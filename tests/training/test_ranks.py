@@ -20,13 +20,14 @@ from regard.batch import Batch, collate
 from regard.config import Config
 from regard.loss import Objective
 from regard.model import Model
+from regard.parallel.ranks import ProcessGroup, form_group
 from regard.presets import preset
 from regard.recipe import Train
 from regard.run import WEIGHTS, weights_of
-from regard.training.distributed import ProcessGroup, form_group, local, whole_weights
+from regard.training.data_parallel import local, shard, whole_weights
 from regard.training.fit import fit
-from regard.training.report import LOG, Reporter, read_log
-from regard.training.sharding import shard
+from regard.training.log import LOG, read_log
+from regard.training.report import Reporter
 from regard.training.step import Stepper
 from regard.training.trainer import Stopped
 

@@ -15,17 +15,15 @@ from kit.backwards import MakeRecipe
 from regard.data.prepare import DataFile
 from regard.errors import UserError
 from regard.training.checkpoint import Best, Progress
+from regard.training.log import Log, read_log
 from regard.training.report import (
     Lines,
     Live,
-    Log,
     Reporter,
-    draw_curve,
     format_duration,
     make_reporter,
-    read_log,
 )
-from regard.training.summary import write_model_card
+from regard.training.summary import draw_curve, write_model_card
 
 EVENTS = [
     {"event": "train", "step": 50, "epoch": 0.5, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 12345.6, "seconds": 9.0},
@@ -59,7 +57,7 @@ def test_lines() -> None:
     assert "validation: loss 2.2500, wer 81.23 · best so far" in text
     assert "step 51 · skipped" in text
     assert "mean of the last 3 checkpoints: loss 2.0000, wer 80.00 · not better, not used" in text
-    assert "finished at step 99 after 1 min 15 s: no better for too long" in text
+    assert "finished at step 99 after 1 min 15 s: no improvement (patience)" in text
 
 
 def test_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +235,7 @@ def test_the_model_card(recipe: MakeRecipe, tmp_path: Path) -> None:
 def test_a_run_without_a_score_says_so(recipe: MakeRecipe, tmp_path: Path) -> None:
     write_model_card(tmp_path, recipe(), Progress(), parameters=1, examples=(1, 1), files={}, notes=[], signatures={})
     card = (tmp_path / "README.md").read_text()
-    assert "no validation gave a number" in card
+    assert "None: the loss was not a finite number in any validation." in card
     assert "- files: `train.tsv`, `valid.tsv`" in card  # of a run whose files an earlier version did not record
 
 

@@ -26,9 +26,11 @@ from regard.cost.describe import Workload, describe
 from regard.cost.scaling import Hardware, Scaling, plan_scaling
 from regard.model import Model
 from regard.nn.transformer import Transformer
+from regard.parallel.ranks import ProcessGroup, form_group
 from regard.presets import PRESETS, preset
 from regard.recipe import Train
-from regard.training.distributed import DDPModule, ProcessGroup, form_group, local
+from regard.training import data_parallel
+from regard.training.data_parallel import distribute, local
 from regard.training.step import Stepper
 
 COLLECTIVES = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
@@ -261,29 +263,32 @@ def test_time_is_that_of_computing_and_sending() -> None:
 class Buckets(list[int]):
     """The numbers of every bucket that DistributedDataParallel sends, in one process."""
 
-    def __init__(self, model: Model, directory: Path) -> None:
+    def __init__(self, model: Model, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        send = data_parallel._sum_bucket
+
+        def count(bf16: bool, bucket: Any) -> Any:
+            self.append(bucket.buffer().numel())
+            return send(bf16, bucket)
+
+        monkeypatch.setattr(data_parallel, "_sum_bucket", count)
         form_group(0, 1, torch.device("cpu"), f"{directory}/store")
         try:
-            module = DDPModule(model, bf16=False)
-            send = module._all_reduce
-
-            def count(bucket: Any) -> Any:
-                self.append(bucket.buffer().numel())
-                return send(bucket)
-
-            module._all_reduce = count  # type: ignore[method-assign]
-            module.add_nothing()
+            ddp = distribute(model, bf16=False)
+            ids = torch.zeros(1, 2, dtype=torch.long)
+            ddp(ids, None, ids).sum().backward()
         finally:
             torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_last_bucket_is_the_one_that_torch_sends_last(tmp_path: Path, tied: bool) -> None:
+def test_the_last_bucket_is_the_one_that_torch_sends_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
     settings = {"share_embeddings": tied, "tie_output": tied}
     shape = preset("transformer-mini", 2000, changes={**settings, "encoder": {"layers": 3}})
     info = describe(shape, Workload(length=4, batch_tokens=16))
     counted = plan_scaling(shape, info, Train(), 2).communication
-    *others, last = Buckets(Model(shape), tmp_path)
+    *others, last = Buckets(Model(shape), tmp_path, monkeypatch)
     assert others and counted.exposed == 2 * 4 * last
     assert counted.all_reduce == 4 * (sum(others) + last) + 4 * (1 + len(list(Model(shape).parameters())))
 

@@ -62,7 +62,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def test_all_weights_are_the_beginning(bases: Path, tmp_path: Path) -> None:
     messages = messages_of(tuned("lm", bases / "lm", tmp_path, lr=1e-9), tmp_path / "run")
-    assert "tokens: those of" in messages and "weights: those of" in messages and "fresh:" not in messages
+    assert "tokens: those of" in messages and "weights: those of" in messages and "new weights:" not in messages
     ours, theirs = weights(tmp_path / "run"), weights(bases / "lm")
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], x, atol=1e-6) for name, x in theirs.items())
@@ -71,7 +71,7 @@ def test_all_weights_are_the_beginning(bases: Path, tmp_path: Path) -> None:
 
 def test_a_new_classifier_is_fresh_and_reported(bases: Path, tmp_path: Path) -> None:
     messages = messages_of(tuned("classify", bases / "masked", tmp_path, lr=1e-9), tmp_path / "run")
-    assert "fresh: output.bias, output.weight" in messages and "not used: transform." in messages
+    assert "new weights: output.bias, output.weight" in messages and "unused weights: transform." in messages
     ours, theirs = weights(tmp_path / "run"), weights(bases / "masked")
     assert ours["output.weight"].shape == (2, 32)
     assert all(
@@ -82,9 +82,9 @@ def test_a_new_classifier_is_fresh_and_reported(bases: Path, tmp_path: Path) -> 
     path = labelled_file(other / "classify.txt")
     path.write_text(path.read_text().replace("\tsea\n", "\tlake\n"))
     renamed = messages_of(tuned("classify", tmp_path / "run", other, lr=1e-9), other / "run")
-    assert "fresh: output.bias, output.weight" in renamed  # as many labels, but others
+    assert "new weights: output.bias, output.weight" in renamed  # as many labels, but others
     again = messages_of(tuned("classify", tmp_path / "run", tmp_path, lr=1e-9), tmp_path / "again")
-    assert "fresh:" not in again  # the same labels, the same head
+    assert "new weights:" not in again  # the same labels, the same head
 
 
 def test_only_parts_are_trained(bases: Path, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_text_that_the_tokens_of_a_run_cannot_hold(tmp_path: Path) -> None:
 def test_a_vocabulary_grows_by_sentinel_tokens(bases: Path, tmp_path: Path) -> None:
     train(tables("span", tmp_path, steps=2), tmp_path / "spans")
     messages = messages_of(tuned("span", tmp_path / "spans", tmp_path), tmp_path / "more")
-    assert "longer than there" not in messages  # it has such tokens already
+    assert "new rows" not in messages  # it has such tokens already
     pairs = labelled_file(tmp_path / "pairs.tsv")
     order = tables("span", tmp_path, steps=2) | {
         "task": "pairs",
@@ -161,7 +161,7 @@ def test_a_vocabulary_grows_by_sentinel_tokens(bases: Path, tmp_path: Path) -> N
     order |= {"preset": "t5-tiny"}
     train(order, tmp_path / "pairs")
     messages = messages_of(tuned("span", tmp_path / "pairs", tmp_path), tmp_path / "run")
-    assert "longer than there, the new rows fresh: source_embedding.weight" in messages
+    assert "weights with new rows: source_embedding.weight" in messages
     theirs, ours = (weights(tmp_path / name)["source_embedding.weight"] for name in ("pairs", "run"))
     assert len(ours) == len(theirs) + 100
 
@@ -217,7 +217,9 @@ def test_a_rank_that_no_layer_has(bases: Path, tmp_path: Path) -> None:
 def test_tokens_are_those_of_the_run(text: dict[str, Any], bases: Path, tmp_path: Path) -> None:
     order = tuned("lm", bases / "lm", tmp_path) | {"text": text}
     key, value = next(iter(text.items()))
-    with pytest.raises(UserError, match=rf"brings its own tokens; leave out what differs\n  text\.{key}: {value} here"):
+    with pytest.raises(
+        UserError, match=rf"brings its own tokenizers; leave out the settings that differ\n  text\.{key}: {value} here"
+    ):
         fit(load_recipe(order), tmp_path / "run", reporter=Reporter())
     own = Run.load(bases / "lm").codec.config.source_tokens
     order["text"] = {"source_tokens": own, "target_tokens": "auto", "min_count": 1}
@@ -276,7 +278,7 @@ def test_another_number_of_processes_may_go_on(
 ) -> None:
     shutil.copytree(bases / "lm", tmp_path / "run")
     saved = saved_recipe(tmp_path / "run")
-    save_recipe(saved.model_copy(update={"train": saved.train.model_copy(update={"workers": began})}), tmp_path / "run")
+    save_recipe(saved.with_train(workers=began), tmp_path / "run")
     reporter = CollectingReporter()
     settings = {"steps": 99, "workers": asked}
     resume_run(load_recipe({"train": settings}), tmp_path / "run", torch.device("cpu"), reporter, launched)
@@ -383,7 +385,9 @@ def test_stopped_while_it_is_set_up(
     (run / "tokenizer.json").write_text("of a shared vocabulary")
     before = listing(run)
     assert "recipe.toml" in before and "config.json" not in before
-    with pytest.raises(UserError, match=r"stopped here before its first step; the same command with --resume"):
+    with pytest.raises(
+        UserError, match=r"stopped here before its first step; begin it again by the same command with --resume"
+    ):
         fit(order, run, reporter=Reporter())
     assert listing(run) == before
     fit(order, run, resume=True, reporter=Reporter())

@@ -13,10 +13,10 @@ from regard.batch import Batch, collate
 from regard.config import Config
 from regard.loss import Loss
 from regard.model import Model
+from regard.parallel.ranks import ProcessGroup
 from regard.presets import PRESETS, preset
 from regard.recipe import Train
 from regard.run import mean_weights, weights_of
-from regard.training.distributed import ProcessGroup
 from regard.training.step import (
     Ema,
     Stepper,

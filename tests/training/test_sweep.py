@@ -23,11 +23,12 @@ from regard.data import prepare as preparing
 from regard.errors import UserError
 from regard.recipe import Recipe, assign, load_recipe
 from regard.run import WEIGHTS
-from regard.training import ray_tune, sinks
+from regard.training import log as logs
+from regard.training import ray_tune
 from regard.training.fit import fit
+from regard.training.log import Sink
 from regard.training.ray_tune import choose_cluster, run_on_ray
 from regard.training.report import Reporter
-from regard.training.sinks import Sink
 from regard.training.sweep import SWEEP, Point, describe_sweep, make_points, run_sweep, split_values
 from regard.training.trainer import Stopped
 
@@ -100,7 +101,7 @@ def test_runs_are_those_that_are_trained_alone_and_data_is_prepared_once(
 ) -> None:
     written = []
     write = preparing._write
-    monkeypatch.setattr(preparing, "_write", lambda **given: (written.append(given["path"]), write(**given)))
+    monkeypatch.setattr(preparing, "_write", lambda *given: (written.append(given), write(*given)))
     points = make_points(["lr=1e-3,1e-2", "seed=1,2"], make)
     sweep = run_sweep(points, tmp_path / "sweep", False, quiet)
     assert len(written) == 1 and [row.state for row in sweep.rows] == ["finished"] * 4
@@ -145,7 +146,7 @@ def test_a_signal_stops_the_sweep_and_resuming_ends_it_the_same(
         run_sweep(points, tmp_path / "sweep", False, lambda: StopAt(number))
     states = [row["state"] for row in json.loads((tmp_path / "sweep" / SWEEP).read_text())["runs"]]
     assert stop.value.code == code and states == ["finished", "stopped", "waiting"]
-    with pytest.raises(UserError, match="there is a sweep already"):
+    with pytest.raises(UserError, match="contains a sweep"):
         run_sweep(points, tmp_path / "sweep", False, quiet)
     before = (tmp_path / "sweep" / "seed=1" / WEIGHTS).stat().st_mtime_ns
     resumed = run_sweep(points, tmp_path / "sweep", True, quiet)
@@ -169,7 +170,7 @@ def test_the_command_line_shows_the_table(make: Make, tmp_path: Path) -> None:
     assert "holds a sweep" in call(*order, "--resume").err
     assert "belongs to --sweep" in call(*order, "--sweep-random", 3).err
     stdin = ("train", "--data", "-", "--out", tmp_path / "stdin", "--sweep", "seed=1,2", "--task", "lm")
-    assert "which stdin (-) gives once" in call(*stdin, "--preset", "gpt-tiny").err
+    assert "stdin (-) can be read once" in call(*stdin, "--preset", "gpt-tiny").err
 
 
 def test_ray_tune_is_used_where_it_is_installed_and_pays(
@@ -317,7 +318,7 @@ def test_on_ray_rows_are_written_as_trials_end(make: Make, tmp_path: Path, ray: 
     sweep = run_on_ray(points, out, False, quiet(), "local")
     assert seen == [["waiting"] * 4, ["finished", "failed", "failed", "waiting"]]
     assert states(out) == ["finished", "failed", "failed", "finished"] and not fake.connected
-    assert [row.error for row in sweep.rows[1:3]] == ["killed by signal 9", "its process has ended"]
+    assert [row.error for row in sweep.rows[1:3]] == ["killed by signal 9", "its process died"]
     assert sweep.best is not None and sweep.best.run == "seed=1"
 
 
@@ -338,8 +339,8 @@ def test_on_ray_a_signal_stops_the_sweep(make: Make, tmp_path: Path, ray: SetUp,
         run_on_ray(points, out, False, Said(messages), "local")
     assert stop.value.code == 128 + number and not fake.connected
     assert states(out) == ["finished", "stopped", "waiting"]
-    assert messages[0].startswith("Ray Tune trains 3 runs, as many at once as there is room for, each with 1 process ")
-    assert messages[1:] == ["the sweep stopped; the same command with --resume goes on"]
+    assert messages[0].startswith("Ray Tune trains 3 runs, as many at a time as fit, each with 1 process ")
+    assert messages[1:] == ["the sweep stopped; continue it by the same command with --resume"]
     assert [signal.getsignal(each) for each in (number, signal.SIGINT)] == handlers
     ray("report", "report", "report")
     run_on_ray(points, out, True, quiet(), "local")
@@ -364,7 +365,7 @@ def test_on_ray_events_go_to_sinks(make: Make, tmp_path: Path, monkeypatch: pyte
         def finish(self) -> None:
             seen[self.run.name].append("end")
 
-    monkeypatch.setattr(sinks, "SINKS", {"sent": Sent})
+    monkeypatch.setattr(logs, "SINKS", {"sent": Sent})
     monkeypatch.setitem(sys.modules, "ray", FakeRay("report", "report"))
     run_on_ray(make_points(["seed=1,2"], make), tmp_path / "sweep", False, quiet(), "local", ["sent"])
     assert seen.keys() == {"seed=1", "seed=2"}
@@ -385,10 +386,10 @@ def test_on_ray_a_process_has_a_processor_and_with_cuda_a_gpu(make: Make, tmp_pa
         points = make_points(["seed=1"], lambda more, settings=settings: make([*more, *settings]))
         run_on_ray(points, tmp_path / ",".join(settings), False, quiet(), "local")
         assert fake.asked == dict(zip(("cpu", "gpu"), wanted, strict=True))
-    for settings, message in ((["workers=8"], "8 processors, and .* has 4"), (["device=cuda"], "1 GPU, and .* has 0")):
+    for settings, message in ((["workers=8"], "8 processors, but .* has 4"), (["device=cuda"], "1 GPU, but .* has 0")):
         fake, _ = ray("report")
         points = make_points(["seed=1"], lambda more, settings=settings: make([*more, *settings]))
-        with pytest.raises(UserError, match=f"--ray local: a run takes {message}"):
+        with pytest.raises(UserError, match=f"--ray local: a run needs {message}"):
             run_on_ray(points, tmp_path / message[:1], False, quiet(), "local")
         assert not fake.connected
 
@@ -434,7 +435,7 @@ def test_a_signal_stops_ray_tune_and_resuming_finishes(make: Make, tmp_path: Pat
     _, messages = process.communicate(timeout=200)
     assert process.returncode == code, messages
     assert states(out)[0] == "stopped" and "failed" not in states(out)
-    assert "the sweep stopped; the same command with --resume goes on" in messages
+    assert "the sweep stopped; continue it by the same command with --resume" in messages
     done = subprocess.run(
         [*command, "--resume"], env=environment, capture_output=True, text=True, check=False, timeout=300
     )

@@ -13,7 +13,8 @@ from regard.recipe import Recipe
 from regard.run import Run
 from regard.training.checkpoint import Checkpoints, Progress
 from regard.training.fit import fit
-from regard.training.report import Event, Reporter, read_log
+from regard.training.log import read_log
+from regard.training.report import Event, Reporter
 from regard.training.step import Stepper
 from regard.training.trainer import Trainer
 

@@ -62,7 +62,7 @@ def test_outputs_that_degenerate() -> None:
 
 def test_a_classifier_at_chance() -> None:
     labels = ["a"] * 6 + ["b"] * 4
-    assert "'a' to everything is right in 60.0 %" in str(at_chance(61.0, labels))
+    assert "always answering 'a' is correct in 60.0 %" in str(at_chance(61.0, labels))
     assert "hardly better" in str(at_chance(10.0, labels))
     assert at_chance(70.0, labels) is None
     assert at_chance(100.0, ["a"] * 5) is None
@@ -74,10 +74,10 @@ def test_a_language_model_that_knows_only_how_often_tokens_come(monkeypatch: pyt
     ids = np.random.default_rng(1).choice(4, 40_000, p=shares).astype(np.uint16)
     train, valid = Stream(ids[:30_000], 30_000), Stream(ids[30_000:], 10_000)
     remark = no_better_than_frequencies(entropy, train, valid)
-    assert f"its loss is {entropy:.2f}, that of the frequencies of tokens {entropy:.2f}" in str(remark)
+    assert f"loss {entropy:.2f}, with token frequencies alone {entropy:.2f}" in str(remark)
     assert no_better_than_frequencies(2 * entropy, train, valid) is not None
     assert no_better_than_frequencies(0.9 * entropy, train, valid) is None
-    monkeypatch.setattr(verdict, "WINDOW", 100)  # a long text is counted in parts
+    monkeypatch.setattr(verdict, "SAMPLE_WINDOW_TOKENS", 100)  # a long text is counted in parts
     assert no_better_than_frequencies(entropy, train, valid) is not None
     assert no_better_than_frequencies(0.9 * entropy, train, valid) is None
     one = Stream(np.zeros(50, np.uint16), 50)
@@ -96,7 +96,7 @@ def test_a_run_on_plain_text_is_judged(tmp_path: Path) -> None:
         tables |= {"data": {"train": str(tmp_path / f"{name}.txt")}, "text": {"source_tokens": "char"}}
         reporter = Said()
         fit(load_recipe(tables), tmp_path / name, reporter=reporter)
-        told[name] = [line for line in reporter.lines if "than one that does not read the text" in line]
+        told[name] = [line for line in reporter.lines if "hardly better than the frequencies of tokens" in line]
     assert len(told["noise"]) == 1 and not told["order"]
 
 

@@ -44,7 +44,7 @@ def check_output(job: GenerateJob, out: str | None, ray: str | None, stream: boo
             raise UserError("--ray: Ray starts processes itself; leave out torchrun (WORLD_SIZE)")
         return replace(job, device="cpu", workers=1)  # mistakes are reported here, before actors start
     if _has_launcher():
-        from regard.training.launch import process_device
+        from regard.parallel.ranks import process_device
 
         return replace(job, device=str(process_device(job.device)), workers=job.workers or 1)
     return job
@@ -53,7 +53,7 @@ def check_output(job: GenerateJob, out: str | None, ray: str | None, stream: boo
 def _has_launcher() -> bool:
     if "WORLD_SIZE" not in os.environ:
         return False
-    from regard.training.launch import has_launcher  # few commands run under torchrun
+    from regard.parallel.ranks import has_launcher  # few commands run under torchrun
 
     return has_launcher()
 
@@ -81,7 +81,7 @@ def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, 
 
 def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDirectory, int, int]:
     """The first rank makes the directory of shards, the others open it; an error is reported once."""
-    from regard.training.launch import join_group, restart_problem
+    from regard.parallel.ranks import join_group, restart_problem
 
     directory, error = None, None
     with join_group(torch.device("cpu")) as group:  # no tensors are sent

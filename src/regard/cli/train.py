@@ -15,9 +15,9 @@ from regard.parallel.ray_cluster import NoCluster
 from regard.presets import changed_recipe
 from regard.recipe import Data, Recipe, Text, Train, load_recipe
 from regard.training.fit import fit
+from regard.training.log import with_sinks
 from regard.training.ray_tune import choose_cluster, run_on_ray
 from regard.training.report import format_duration, format_score, make_reporter
-from regard.training.sinks import with_sinks
 from regard.training.sweep import SWEEP, Sweep, describe_sweep, make_points, run_sweep
 
 EXAMPLE = "regard train --data pairs.tsv --out runs/first --minutes 5"

@@ -159,7 +159,7 @@ def _turns(stage_AC: Tensor) -> Tensor:
     return torch.empty_like(turn_AC).scatter_(1, order_AC, turn_AC)
 
 
-class Finished:
+class FinishedHypotheses:
     """The best finished hypotheses of every group of every sentence: values, and step and row of the end."""
 
     def __init__(self, sentences: int, groups: int, count: int, device: torch.device) -> None:
@@ -231,7 +231,7 @@ class BeamSearch:
         self.alive_A = torch.arange(len(inputs), device=device)
         self.sum_AGW = torch.zeros((len(inputs), groups, 1), device=device)
         self.ended_BG = torch.zeros((len(inputs), groups), dtype=torch.long, device=device)
-        self.finished = Finished(len(inputs), groups, self.keep if groups == 1 else self.width, device)
+        self.finished = FinishedHypotheses(len(inputs), groups, self.keep if groups == 1 else self.width, device)
         self.pointers = BackPointers()
         tokens, states = scorer.start(inputs)
         states = tuple(state.with_prefix_tree(len(inputs), device) for state in states)
@@ -340,7 +340,7 @@ def _pick_groups(
 
 
 def _read(
-    finished: Finished, pointers: BackPointers, inputs: Sequence[SearchInput], eos: int
+    finished: FinishedHypotheses, pointers: BackPointers, inputs: Sequence[SearchInput], eos: int
 ) -> list[list[DecodedIds]]:
     """The finished hypotheses of every sentence, best first, without duplicates."""
     order_BF = finished.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)

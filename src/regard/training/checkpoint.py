@@ -1,9 +1,9 @@
-"""Checkpoints: what resuming needs, one directory per saved step, complete or absent, and no pickle anywhere.
+"""Checkpoints: everything needed to resume, one directory per saved step, written atomically and without pickle.
 
-The order of writing makes a kill at any moment harmless. A checkpoint names the best step so far; it is written first,
-then model.safetensors, then older checkpoints are removed. So either the best weights are in model.safetensors, or the
-checkpoint itself is the best and its weights are published when the run goes on. With train.strategy=fsdp a checkpoint
-has a file per process instead of one per group of tensors; any other number of processes can read them.
+The order of writing makes a kill at any moment harmless. The checkpoint, which names the best step so far, is written
+first, then model.safetensors; then older checkpoints are removed. So the best weights are in model.safetensors, or in
+the last checkpoint, from which they are published when the run is resumed. With train.strategy=fsdp a checkpoint has a
+file per process instead of one per group of tensors; any number of processes can read them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from regard.files import read_json, remove, replace_directory, require_unchanged
 from regard.metrics import LOWER_IS_BETTER
 from regard.nn.adapters import fold_gates, merge_adapters
 from regard.run import WEIGHTS, save_weights, weights_of, write_tensors
-from regard.training.distributed import whole_weights
+from regard.training.data_parallel import load_shards, save_shards, saved_names, whole_weights
 from regard.training.step import Stepper, optimizer_tensors, prepare_moments, restore_optimizer
 
 TRAINING = "training"
 ADAPTERS = "adapters.safetensors"
 PROGRESS = "progress.json"
 _STEP = re.compile(r"step-(\d{8,})")
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp(\.old)?|\.tmp\w{6}")  # of our writes, of the safetensors library
-_PREPARING = ("data.tmp", "data.tmp.old")  # what `prepare` writes to before it renames
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp(\.old)?|\.tmp\w{6}")  # of regard.files and of the safetensors library
+_PREPARING = ("data.tmp", "data.tmp.old")  # temporary names of `prepare`
 DAMAGED = "restore it from a copy, or begin a new run with the best weights of this one: --from RUN --out OTHER"
 Tensors = dict[str, Tensor]
 Parts = dict[str, Tensors]
@@ -47,14 +47,14 @@ class Window(BaseModel):
 
     steps: int = 0
     examples: int = 0
-    tokens: int = 0  # target tokens: what the loss is divided by
-    symbols: int = 0  # tokens of both sides; the name is that of progress.json
+    tokens: int = 0  # target tokens, by which the loss is divided
+    symbols: int = 0  # tokens of both sides
     nll: float = 0.0
     smoothed: float = 0.0
     norm: float = 0.0
 
     def means(self, seconds: float) -> dict[str, float]:
-        """Per token, per step, and per second of the `seconds` that the window took."""
+        """Means per token, per step, and per second; `seconds` is the duration of the window."""
         seconds = max(seconds, 1e-9)
         return {
             "loss": self.nll / self.tokens,
@@ -66,44 +66,44 @@ class Window(BaseModel):
 
 
 class Best(BaseModel):
-    """The best validation so far: the weights of this step are model.safetensors."""
+    """The best validation so far; model.safetensors has the weights of this step."""
 
     model_config = ConfigDict(extra="forbid")
 
     step: int
     value: float
     scores: Scores
-    averaged: int = 0  # how many checkpoints were averaged, if it is their mean
+    averaged: int = 0  # number of averaged checkpoints, if the weights are a mean
 
 
 class Progress(BaseModel):
-    """How far training has come, between two steps; what progress.json holds."""
+    """The progress of training between two steps; the contents of progress.json."""
 
     model_config = ConfigDict(extra="forbid")
 
-    step: int = 0  # steps tried, the skipped ones included
+    step: int = 0  # including skipped steps
     epoch: int = 0
-    batch: int = 0  # batches of this epoch that are done
+    batch: int = 0  # completed batches of this epoch
     examples: int = 0
     tokens: int = 0
-    seconds: float = 0.0  # of wall-clock time, validation included
+    seconds: float = 0.0  # wall-clock time, including validation
     skipped: int = 0
     skipped_in_a_row: int = 0
-    memory_failures: int = 0  # times that memory ran out, and a batch was split
-    unfit: int = 0  # examples left out because they do not fit into memory even alone
+    memory_failures: int = 0  # number of times memory ran out and a batch was split
+    unfit: int = 0  # examples skipped because a batch of one does not fit into memory
     window: Window = Window()
     validated: int = 0  # the step of the last validation
-    validated_at: float = 0.0  # and when that was, in seconds
+    validated_at: float = 0.0  # time of the last validation, in seconds
     validation_seconds: float = 0.0
     validations_since_best: int = 0
     best: Best | None = None
-    kept: list[int] = []  # steps whose weights are kept for averaging
+    kept: list[int] = []  # steps with weights for averaging
     log_bytes: int = 0
-    finished: str | None = None  # what ended the run
+    finished: str | None = None  # the reason why the run ended
 
 
 def better(metric: str, scores: Scores, best: Best | None) -> bool:
-    """Whether scores beat the best so far; among equals the lower loss wins. NaN is never better."""
+    """Whether scores are better than the best so far; the loss breaks ties. NaN is never better."""
     sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
     value = scores[metric]
     if value != value:
@@ -127,7 +127,7 @@ class Checkpoints:
         return self.path / f"weights-{step:08d}.safetensors"
 
     def steps(self) -> list[int]:
-        """The steps saved, oldest first."""
+        """The saved steps, oldest first."""
         if not self.path.is_dir():
             return []
         return sorted(int(match[1]) for entry in self.path.iterdir() if (match := _STEP.fullmatch(entry.name)))
@@ -142,9 +142,9 @@ class Checkpoints:
         return parse(Progress, data if isinstance(data, dict) else {}, str(path))
 
     def save(self, progress: Progress, parts: Parts, write: Callable[[Parts, Path], object] | None = None) -> None:
-        """Save a step: `parts` are named groups of tensors, each of which becomes a file unless `write` does otherwise.
+        """Save a step: `parts` are named groups of tensors, written to a file each or by `write`.
 
-        If it was saved before, only the numbers can differ.
+        If the step was saved before, only its progress is updated.
         """
         path = self._directory(progress.step)
         if path.is_dir():
@@ -160,7 +160,7 @@ class Checkpoints:
         replace_directory(path, write_all)
 
     def shards(self, step: int) -> Path | None:
-        """The directory of a saved step, if its tensors are in shards."""
+        """The directory of a saved step if its tensors are sharded."""
         path = self._directory(step)
         return path if any(path.glob("shard-*.safetensors")) else None
 
@@ -170,28 +170,28 @@ class Checkpoints:
         return {} if optional and not path.is_file() else read_tensors(path)
 
     def verify(self, step: int) -> None:
-        """Require every file of a saved step to be the one that was saved."""
+        """Raise UserError if a file of a saved step has changed."""
         require_unchanged(self._directory(step), DAMAGED, verify=True)
 
     def keep(self, step: int, weights: Tensors) -> None:
-        """Keep weights for averaging."""
+        """Save weights for averaging."""
         with rewriting(self.path, self._kept(step).name):
             save_weights(weights, self._kept(step))
 
     def kept(self, step: int) -> Tensors:
-        """Weights that were kept for averaging, which must be those that were saved."""
+        """Load weights for averaging; raise UserError if the file has changed."""
         require_unchanged(self.path, DAMAGED, [self._kept(step).name], verify=True)
         return read_tensors(self._kept(step))
 
     def remove_old(self, kept: list[int]) -> None:
-        """Remove all but the last saved step, and weights for averaging but those that are `kept`."""
+        """Remove all saved steps except the last, and all weights for averaging except those of the steps `kept`."""
         for step in self.steps()[:-1]:
             shutil.rmtree(self._directory(step), ignore_errors=True)
         for path in set(self.path.glob("weights-*.safetensors")) - set(map(self._kept, kept)):
             remove(path)
 
     def remove_temporary(self) -> None:
-        """Remove what interrupted writing left behind, in the run and in each directory of its training."""
+        """Remove temporary files of interrupted writes."""
         for name in _PREPARING:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for directory in (self.run, self.path):
@@ -211,7 +211,7 @@ def _sweep(directory: Path) -> None:
 
 
 def write_parts(parts: Parts, directory: Path) -> None:
-    """Write groups of tensors, each as a file."""
+    """Write each group of tensors to a file."""
     for name, tensors in parts.items():
         write_tensors(tensors, directory / f"{name}.safetensors")
 
@@ -225,9 +225,9 @@ def read_tensors(path: Path) -> Tensors:
 
 
 class CheckpointManager:
-    """Saves and restores a stepper (weights, optimizer, moving average, segment memory) together with its progress.
+    """Saves and restores a stepper (weights, optimizer, moving average, segment memory) with its progress.
 
-    Every process of a group has to call its methods.
+    All processes of a group must call its methods.
     """
 
     def __init__(self, run: Path, stepper: Stepper) -> None:
@@ -238,7 +238,7 @@ class CheckpointManager:
         self._in_shards = stepper.train.strategy == "fsdp"
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint, and the best weights if this step has them."""
+        """Write a checkpoint, and publish its weights if they are the best."""
         if self._in_shards:
             self._save_shards(progress)
         elif self._group.first:
@@ -246,13 +246,14 @@ class CheckpointManager:
         self._after_save(progress)
 
     def _save_shards(self, progress: Progress) -> None:
-        """Write a checkpoint together: the first process makes the directory and renames it when all have written.
+        """Write a sharded checkpoint: the first process creates the directory and renames it when all have written.
 
-        A failure of any process is raised by all.
+        A failure in any process is raised in all of them.
         """
-        from regard.training.sharding import save_shards
-
-        parts, group, directory, problem = self._parts(), self._group, None, None
+        parts = self._parts()
+        group = self._group
+        directory = None
+        problem = None
 
         def write(parts: Parts, temporary: Path) -> None:
             nonlocal directory
@@ -264,10 +265,10 @@ class CheckpointManager:
                 self.files.save(progress, parts, write)
             except UserError as error:
                 problem = str(error)
-            if directory is None:  # it was saved before, or could not be made
+            if directory is None:  # the step was saved before, or the directory cannot be created
                 group.broadcast(None)
         elif directory := group.broadcast(None):
-            with suppress(OSError):  # the first process gets the same error, and reports it
+            with suppress(OSError):  # the first process gets and reports the same error
                 save_shards(joined(parts), Path(directory))
         if problem := group.broadcast(problem):
             raise UserError(problem)
@@ -283,7 +284,7 @@ class CheckpointManager:
         return parts
 
     def _after_save(self, progress: Progress) -> None:
-        """Publish the best weights and remove old checkpoints; done twice, it changes nothing."""
+        """Publish the best weights and remove old checkpoints; this is idempotent."""
         best = progress.best
         if best is not None and best.step == progress.step and not best.averaged:
             self.publish(self._stepper.weights)
@@ -291,13 +292,13 @@ class CheckpointManager:
             self.files.remove_old(progress.kept)
 
     def keep(self, step: int) -> None:
-        """Keep the weights of this step for averaging."""
+        """Save the weights of this step for averaging."""
         weights = whole_weights(self._stepper.weights, self._group.first)
         if self._group.first:
             self.files.keep(step, weights)
 
     def publish(self, weights: Tensors) -> None:
-        """Make weights the run's model, gates and adapters merged into it; adapters are also written beside it."""
+        """Write weights to model.safetensors with gates and adapters merged in; adapters also get their own file."""
         weights = whole_weights(weights, self._group.first)
         if not self._group.first:
             return
@@ -308,23 +309,19 @@ class CheckpointManager:
             save_weights(plain, self.files.run / WEIGHTS)
 
     def recover(self, progress: Progress) -> None:
-        """Complete what a kill may have interrupted."""
+        """Complete the save of this progress, which may have been interrupted."""
         self._after_save(progress)
 
-    def restore(self) -> Progress:
-        """Go back to the last checkpoint; without one, to the beginning."""
-        progress = self.files.progress()
-        if progress is None:
-            return Progress()
-        self._verify(progress.step)
+    def restore(self, step: int) -> None:
+        """Load the checkpoint of a step."""
+        self._verify(step)
         try:
-            self._load(progress.step)
+            self._load(step)
         except (KeyError, RuntimeError) as error:  # a wrong name or shape
             raise UserError(f"{self.files.path}: the checkpoint does not fit: {error}; start a new run") from None
-        return progress
 
     def _verify(self, step: int) -> None:
-        """Require the checkpoint to be as it was written; one process reads all of it, not each."""
+        """Raise UserError if the checkpoint has changed; the first process reads it for all."""
         problem = None
         if self._group.first:
             try:
@@ -337,8 +334,6 @@ class CheckpointManager:
     def _load(self, step: int) -> None:
         stepper, shards = self._stepper, self.files.shards(step)
         if shards is not None:
-            from regard.training.sharding import load_shards, saved_names
-
             names = {name.removeprefix("optimizer/") for name in saved_names(shards)}
             prepare_moments(stepper.optimizer, self._model, names)
             load_shards(joined(self._parts()), shards)
@@ -353,7 +348,7 @@ class CheckpointManager:
 
 
 def joined(parts: Parts) -> Tensors:
-    """Named groups of tensors as one."""
+    """Merge named groups of tensors into one."""
     return {f"{part}/{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
 
 

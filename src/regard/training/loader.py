@@ -1,6 +1,6 @@
-"""The data loader: training examples as steps, of which each process gets a share.
+"""The data loader: the examples of each step, divided among the processes.
 
-What a step holds is a function of (seed, epoch, batch, rank) alone; nothing is remembered between steps.
+The examples of a step depend only on (seed, epoch, batch, rank); the loader has no state.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from regard.errors import UserError, plural
 from regard.recipe import Recipe, Train
 from regard.tasks import TASKS, Reads
 
-IMAGES = 64  # in a batch, if the recipe does not say
+BATCH_IMAGES = 64  # default batch size
 
 
 class StepBatches(NamedTuple):
-    """The batches of one step: this process's share of each, and the numbers of the whole step."""
+    """The batches of one step: the share of this process, and the totals of all processes."""
 
-    shares: list[tuple[Batch, float]]  # weight 0: nothing was left for this process, but it must take part
+    shares: list[tuple[Batch, float]]  # weight 0: a process without examples must take part nevertheless
     batches: int
     examples: int
     tokens: int  # target tokens
     all_tokens: int  # of both sides
     begins_epoch: bool  # segment memory starts empty
-    locate: Callable[[int, int], str]  # names the example of a row of a share
+    locate: Callable[[int, int], str]  # the location in the data of (index of a share, row)
 
 
 class DataLoader:
     """Training data as a sequence of steps.
 
-    `cut` makes the batches of an epoch as indices of examples, a pure function of (seed, epoch); `make` turns batch
-    number k of an epoch into a GlobalBatch: make(epoch, k, indices). `locate` names the example of an index.
-    `examples` is how many there are in an epoch.
+    `cut` returns the batches of an epoch as indices of examples. It is a pure function of (seed, epoch). `make` turns
+    batch number k of an epoch into a GlobalBatch: make(epoch, k, indices). `locate` returns the location of an example
+    in the data. `examples` is the number of examples in an epoch.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class DataLoader:
         return len(self.batches(epoch))
 
     def step(self, epoch: int, batch: int, rank: int = 0, size: int = 1) -> StepBatches:
-        """The step that begins with this batch of this epoch, as the share of one of `size` processes."""
+        """The step that begins with a batch of an epoch, with the share of one of `size` processes."""
         indices = self.batches(epoch)[batch : batch + self._train.accumulate]
         global_batches = [self._make(epoch, batch + offset, rows) for offset, rows in enumerate(indices)]
         tokens = sum(each.tokens for each in global_batches)
         shares = []
         for each in global_batches:
-            # Rows of a batch come sorted by length: every n-th of them is as much work as every other n-th.
+            # Rows are sorted by length, so taking every n-th of them divides the work evenly.
             has_rows = each.examples > rank
             part = slice(rank, None, size) if has_rows else slice(0, 1)
             shares.append((each.part(part, tokens), float(has_rows)))
@@ -127,29 +127,29 @@ def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config) -> 
         )
 
     def cut(epoch: int) -> list[Indices]:
-        return chunks(generator(train.seed, epoch).permutation(len(images)), train.batch_examples or IMAGES)
+        return chunks(generator(train.seed, epoch).permutation(len(images)), train.batch_examples or BATCH_IMAGES)
 
     return DataLoader(train, len(images), cut, make, lambda row: f"image {row:,} of the training data")
 
 
 def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config) -> DataLoader:
-    """Windows of plain text in random order, whose offset differs by epoch, so that every token gets every context.
+    """Windows of plain text in random order. Their offset differs by epoch, so that tokens get different contexts.
 
-    For a model with segment memory they are lanes: each row of a batch continues the same row of the batch before.
+    Models with segment memory read lanes: each row of a batch continues the same row of the previous batch.
     """
     train, lanes = recipe.train, config.has_memory
     objective = TEXT_OBJECTIVES[recipe.task](prepared.train, prepared.codec, config, train)
     windows, rows = objective.windows, rows_of(train)
 
     def sizes(starts: Indices) -> list[int]:
-        """How many windows begin in each corpus."""
+        """The number of windows that begin in each corpus."""
         ends = [*np.searchsorted(starts, prepared.train.corpora[:-1]), len(starts)]
         counts: list[int] = np.diff(ends, prepend=0).tolist()
         return counts
 
     shares = proportions(sizes(windows.starts()), recipe.data.weights, recipe.data.temperature)
     if shares and lanes:
-        raise UserError("data.weights, data.temperature: a model with segment memory reads the text in its order")
+        raise UserError("data.weights, data.temperature: a model with segment memory reads the text in order")
 
     def cut(epoch: int) -> list[Indices]:
         random = generator(train.seed, epoch)
@@ -170,7 +170,7 @@ def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config) -> D
 
 
 def chunks(indices: Indices, size: int) -> list[Indices]:
-    """Indices cut into pieces of `size`; the last may be shorter."""
+    """Split indices into chunks of `size`; the last may be shorter."""
     return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
@@ -180,5 +180,5 @@ LOADERS: Mapping[Reads, Callable[[Recipe, Prepared[Any], Config], DataLoader]] =
 
 
 def make_loader(recipe: Recipe, prepared: Prepared[Any], config: Config) -> DataLoader:
-    """The training data as steps."""
+    """The data loader for the task of a recipe."""
     return LOADERS[TASKS[recipe.task].reads](recipe, prepared, config)

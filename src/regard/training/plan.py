@@ -1,7 +1,7 @@
 """The plan of a run: budget, precision, metric, model, batch, processes, learning rate, warm-up.
 
-Each is decided here once, so that it fits the data and the budget, reported, and saved in the recipe of the run:
-resuming does not plan again.
+Each is decided once, to fit the data and the budget, printed, and saved in the recipe of the run. A resumed run is not
+planned again.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from regard.errors import UserError, plural
 from regard.metrics import FITTING, content_of
 from regard.model import Model
 from regard.parallel.cores import cores
+from regard.parallel.ranks import ProcessGroup
 from regard.presets import PRESETS, applicable_changes, merge, preset, refuse_unused
 from regard.recipe import Recipe, Train
 from regard.run import RunConfig
 from regard.tasks import TASKS, Task, infer_task
 from regard.training.checkpoint import Progress
-from regard.training.distributed import ProcessGroup
 from regard.training.loader import DataLoader, make_loader
 from regard.training.report import Reporter
 from regard.training.step import Stepper
 
 Table = dict[str, Any]
 
-MOST_PATCHES = 64  # that a patch size is chosen for
+MAX_PATCHES = 64  # per image, for the automatic patch size
 STACKS = {
     ("encoder", "decoder"): "an encoder and a decoder",
     ("encoder",): "an encoder without a decoder",
@@ -45,7 +45,7 @@ STACKS = {
 
 
 def check_model(recipe: Recipe, base: RunConfig | None) -> None:
-    """Find mistakes in the settings of a model before its data is read."""
+    """Report mistakes in the model settings before the data is read."""
     names = TASKS[recipe.task].presets if base is None and recipe.preset == "auto" else (recipe.preset,)
     errors = []
     for name in reversed(names):
@@ -58,14 +58,14 @@ def check_model(recipe: Recipe, base: RunConfig | None) -> None:
 
 
 def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any] | None) -> Config:
-    """The model of a recipe: its preset, or the model of the run to start from, made to fit the data.
+    """The model of a recipe: its preset, or the model of the base run, adjusted to the data.
 
-    Before the data is read `prepared` is None, and what only the data decides is made up.
+    Before the data is read `prepared` is None, and values that depend on the data are placeholders.
     """
     changes, start = recipe.model, None if base is None else base.model
     needs = _needs(recipe, start, prepared)
     if prepared is None:
-        changes = {key: value for key, value in changes.items() if key != "patches"}  # they depend on the images
+        changes = {key: value for key, value in changes.items() if key != "patches"}  # depends on the images
     if start is not None:
         table = start.model_dump()
         _check_stacks(table, changes, recipe)
@@ -73,9 +73,11 @@ def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any]
         filled = merge(filled, applicable_changes(filled, changes))
         config = parse(Config, filled, f"model of {recipe.train.start_from}, changed")
     else:
-        table = PRESETS.get(recipe.preset) or preset(recipe.preset).model_dump()  # which suggests a name
+        table = (
+            PRESETS.get(recipe.preset) or preset(recipe.preset).model_dump()
+        )  # an unknown name raises with a suggestion
         _check_stacks(table, changes, recipe)
-        sizes = {"source_vocab": 8000, "target_vocab": 8000}  # made up
+        sizes = {"source_vocab": 8000, "target_vocab": 8000}  # placeholders
         if prepared is not None:
             sizes = {side: needs.pop(side, getattr(prepared.codec, side)) for side in sizes}
         config = preset(recipe.preset, **sizes, changes=merge(needs, changes))
@@ -89,18 +91,18 @@ def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any]
 
 def _check_stacks(table: Table, changes: Table, recipe: Recipe) -> None:
     table = merge(table, applicable_changes(table, changes))
-    has = tuple(name for name in ("encoder", "decoder") if isinstance(table.get(name), dict))
-    wanted = TASKS[recipe.task].stacks
-    if has != wanted:
-        raise UserError(f"{_which(recipe)}: training for {recipe.task} needs a model with {STACKS[wanted]}")
+    stacks = tuple(name for name in ("encoder", "decoder") if isinstance(table.get(name), dict))
+    required = TASKS[recipe.task].stacks
+    if stacks != required:
+        raise UserError(f"{_name(recipe)}: training for {recipe.task} needs a model with {STACKS[required]}")
 
 
-def _which(recipe: Recipe) -> str:
+def _name(recipe: Recipe) -> str:
     return recipe.train.start_from or f"preset {recipe.preset}"
 
 
 def _needs(recipe: Recipe, start: Config | None, prepared: Prepared[Any] | None) -> Table:
-    """What the task and its data decide about a model."""
+    """The fields of a model config that the task and its data determine."""
     task = TASKS[recipe.task]
     needs: Table = {}
     if task.labels:
@@ -109,11 +111,11 @@ def _needs(recipe: Recipe, start: Config | None, prepared: Prepared[Any] | None)
     if prepared is None:
         return needs
     codec = prepared.codec
-    if start is None and task.seq2seq and not codec.one_vocabulary:  # of presets that share; a recipe may insist
+    if start is None and task.seq2seq and not codec.one_vocabulary:  # a recipe may still request it
         needs["share_embeddings"] = False
     if start is None:
         needs |= {"ids": codec.ids.model_dump(), "frame": codec.frame}
-        if task.start != "sos":  # the default of presets, which some change
+        if task.start != "sos":  # the default; some presets have another
             needs["start"] = task.start
         if task.reads == "labelled":
             needs["pooler"] = True
@@ -131,14 +133,14 @@ def _needs(recipe: Recipe, start: Config | None, prepared: Prepared[Any] | None)
 
 
 def patch_size(height: int, width: int) -> int:
-    """The side of the patches that an image is cut into: the smallest, from 2, that makes few enough of them."""
+    """The smallest side of square patches, from 2, that gives at most MAX_PATCHES per image."""
     sides = [side for side in range(2, min(height, width) + 1) if height % side == width % side == 0]
-    few = [side for side in sides if (height // side) * (width // side) <= MOST_PATCHES]
+    few = [side for side in sides if (height // side) * (width // side) <= MAX_PATCHES]
     return few[0] if few else sides[-1] if sides else 1
 
 
 def _lengths(recipe: Recipe, prepared: Prepared[Any]) -> dict[str, int]:
-    """The longest row that each stack has to read."""
+    """The length of the longest input of each stack."""
     reads = TASKS[recipe.task].reads
     if reads == "text":
         return dict.fromkeys(("encoder", "decoder"), context_of(recipe.train))
@@ -150,7 +152,7 @@ def _lengths(recipe: Recipe, prepared: Prepared[Any]) -> dict[str, int]:
 
 
 def _longer(config: Config, recipe: Recipe, prepared: Prepared[Any] | None) -> Table:
-    """Changes that let position tables grow to the longest row, unless the recipe sets their length."""
+    """Enlarge position tables to the longest input, unless the recipe sets their length."""
     lengths = {} if prepared is None else _lengths(recipe, prepared)
     return {
         name: {"max_length": lengths[name]}
@@ -163,69 +165,84 @@ def _longer(config: Config, recipe: Recipe, prepared: Prepared[Any] | None) -> T
 
 def _check_fit(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> None:
     """Raise UserError if the model cannot be trained for the task on this data."""
-    task, which = TASKS[recipe.task], _which(recipe)
+    task = TASKS[recipe.task]
+    name = _name(recipe)
     images = task.reads == "images"
     if (infer_task(config) == "image") != images:
-        raise UserError(f"{which}: {'images are read by a model with patches' if images else 'reads images'}")
+        raise UserError(f"{name}: {'images need a model with patches' if images else 'reads images'}")
     if task.name == "masked" and not config.predicts_tokens:
-        raise UserError(f"{which}: task masked needs a model that predicts tokens; add --set output=tokens")
+        raise UserError(f"{name}: task masked needs a model that predicts tokens; add --set output=tokens")
     if config.share_embeddings and not prepared.codec.one_vocabulary:
         raise UserError(
-            f"{which}: share_embeddings needs one vocabulary for both sides, and there are two; "
+            f"{name}: share_embeddings needs one vocabulary for both sides, but there are two; "
             "add --set text.shared=true, or --set share_embeddings=false"
         )
     lengths = _lengths(recipe, prepared)
-    for name, stack in config.stacks.items():
-        most, longest = stack.max_positions, lengths.get(name, 0)
-        if most is not None and longest > most:
+    for side, stack in config.stacks.items():
+        limit = stack.max_positions
+        longest = lengths.get(side, 0)
+        if limit is not None and longest > limit:
             setting = "train.context" if task.reads == "text" else "data.max_length"
             raise UserError(
-                f"{setting}: rows of {longest} tokens are more than the {most} positions of the {name}; "
-                f"lower it, or raise model.{name}.max_length"
+                f"{setting}: rows of {longest} tokens do not fit into the {limit} positions of the {side}; "
+                f"lower it, or raise model.{side}.max_length"
             )
     if images:
         patches = config.image_patches
         shape = (patches.channels, patches.height, patches.width)
         if shape != prepared.train.shape:
             raise UserError(
-                f"model.patches: the model reads images of (channels, height, width) {shape}, the file has "
+                f"model.patches: the model is for images of (channels, height, width) {shape}, the file has "
                 f"{prepared.train.shape}"
             )
 
 
 DEFAULT_MINUTES = 10.0
-MOST_VALIDATIONS = 40
-FEWEST_VALIDATIONS = 10  # with a time budget, even if no epoch is ever completed
-VALIDATION_SHARE = 0.1  # of the time, at most
+MAX_VALIDATIONS = 40
+MIN_VALIDATIONS = 10  # with a time budget
+VALIDATION_SHARE = 0.1  # maximum share of the time
 
-# A preset of pairs is considered if the training examples have so many tokens, both sides together.
+# Minimum number of training tokens, source and target, for each preset of the task `pairs`.
 TOKENS_NEEDED = (0, 50_000, 400_000, 2_000_000)
-ENOUGH_EPOCHS, ENOUGH_STEPS = 8, 20_000  # either is enough for a model of that size
-# Expect little from fewer steps, or from fewer examples seen, unless there are no more of them.
-FEW_STEPS, FEW_EXAMPLES = 200, 100_000
+# A preset is taken if the budget allows either of these.
+ENOUGH_EPOCHS = 8
+ENOUGH_STEPS = 20_000
+# Below these numbers of steps and of examples seen (at most one epoch) a warning is printed.
+FEW_STEPS = 200
+FEW_EXAMPLES = 100_000
 
-BATCH_EXAMPLES, BATCH_TOKENS = 64, 1536  # the smaller of the two
-TEXT_TOKENS, MASKED_TEXT_TOKENS = 1536, 4096  # of plain text: every token is predicted, or some are
-MANY_STEPS, MOST_ENLARGED = 8_000, 4
+# Batch sizes. For pairs, the smaller batch of the first two.
+BATCH_EXAMPLES = 64
+BATCH_TOKENS = 1536
+TEXT_TOKENS = 1536  # plain text, all tokens are predicted
+MASKED_TEXT_TOKENS = 4096  # plain text, some tokens are predicted
+MANY_STEPS = 8_000  # with more, batches are enlarged
+MAX_ENLARGEMENT = 4
 
-WARMUP_SHARE, MOST_WARMUP = 1 / 8, 4_000
+WARMUP_SHARE = 1 / 8
+MAX_WARMUP = 4_000
 RATE = 0.021  # times width^-0.5
-TUNING_RATE = 3e-4  # for all weights of a trained model
-EMA_SHARE, LONGEST_EMA = 0.2, 0.9995  # the window of the moving average, as a share of the steps
+TUNING_RATE = 3e-4  # for a trained model without adapters
+EMA_SHARE = 0.2  # window of the moving average, as a share of the steps
+MAX_EMA = 0.9995
 
-TRIED_STEPS, TRIED_SECONDS = 6, 4.0  # to measure the time of a step
-TRAINED_SHARE = 0.75  # of the time; the rest goes into validation and into waiting for each other
-WORTH_BF16 = 1.0  # minutes; the trial takes some seconds
+# To measure the time of a step.
+TRIAL_STEPS = 6
+TRIAL_SECONDS = 4.0
+TRAINING_SHARE = 0.75  # of the time; the rest is validation and waiting for other processes
+MIN_MINUTES_BF16 = 1.0  # testing bf16 takes some seconds
 
-WORTH_EXAMPLES = 1_000  # below, starting processes takes longer than they save
-WORTH_STEPS = 200
-WORTH_MINUTES = 0.5
-LEAST_ROWS = 8  # of a batch, per process; fewer will do if they are long
-LEAST_TOKENS = 256
+# Below these, starting several processes takes longer than they save.
+MIN_EXAMPLES = 1_000
+MIN_STEPS = 200
+MIN_MINUTES = 0.5
+# Of a batch, per process; either is enough.
+MIN_ROWS = 8
+MIN_TOKENS = 256
 
 
 class Budget(NamedTuple):
-    """What may be used up; the first to run out ends the run."""
+    """Limits of a run; it ends when the first one is reached."""
 
     seconds: float | None
     steps: int | None
@@ -239,7 +256,7 @@ class Budget(NamedTuple):
         return cls(None if minutes is None else 60 * minutes, train.steps, train.epochs)
 
     def done(self, step: int, epochs: float, seconds: float) -> tuple[float, str]:
-        """The part that is used up, from 0 to 1, and of what."""
+        """The share of the budget that is used up (0 to 1), and the name of the limit it belongs to."""
         budgets = (step, self.steps, "steps"), (epochs, self.epochs, "epochs"), (seconds, self.seconds, "minutes")
         parts = [(used / budget if budget else 0.0, name) for used, budget, name in budgets]
         part, name = max(parts, key=lambda item: item[0])
@@ -247,38 +264,38 @@ class Budget(NamedTuple):
 
 
 def validation_due(every: int | None, steps_per_epoch: int, budget: Budget, progress: Progress) -> bool:
-    """Whether to validate now: every so many steps, or about once per epoch, at most 40 times in a run.
+    """Whether to validate now: after `every` steps, by default about once per epoch and at most 40 times in a run.
 
-    With a time budget, validation takes at most a tenth of the time, and comes at least ten times if that allows it.
+    With a time budget validation takes at most a tenth of the time and, within that, happens at least ten times.
     """
     steps, seconds = progress.step - progress.validated, progress.seconds - progress.validated_at
     if every is not None:
         return steps >= every
     if budget.seconds is None:
         total = min(budget.steps or math.inf, (budget.epochs or math.inf) * steps_per_epoch)
-        return steps >= max(steps_per_epoch, math.ceil(total / MOST_VALIDATIONS))
+        return steps >= max(steps_per_epoch, math.ceil(total / MAX_VALIDATIONS))
     if steps == 0 or progress.validation_seconds > VALIDATION_SHARE * progress.seconds:
         return False
-    epoch_over = steps >= steps_per_epoch and seconds >= budget.seconds / MOST_VALIDATIONS
-    return epoch_over or seconds >= budget.seconds / FEWEST_VALIDATIONS
+    epoch_over = steps >= steps_per_epoch and seconds >= budget.seconds / MAX_VALIDATIONS
+    return epoch_over or seconds >= budget.seconds / MIN_VALIDATIONS
 
 
-# What does not depend on the model
+# Settings that do not depend on the model
 
 
 def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.device, reporter: Reporter) -> Recipe:
-    """Fill in what the recipe leaves open and needs no model: device, budget, precision, metric, tokens, batch."""
+    """Fill in open settings that need no model: device, budget, precision, metric, tokens, batch."""
     task, train, text = TASKS[recipe.task], recipe.train, recipe.text
     changes: Table = {"device": device.type} if train.device == "auto" else {}
     if train.minutes is None and Budget.of(train).seconds is not None:
         changes["minutes"] = DEFAULT_MINUTES
-        reporter.say(f"budget: {DEFAULT_MINUTES:g} minutes, since none is given")
+        reporter.say(f"budget: {DEFAULT_MINUTES:g} minutes (the default)")
     minutes = changes.get("minutes", train.minutes)
     if "precision" in train.model_fields_set:
         changes["precision"] = usable_precision(train.precision, device, reporter.say)
-    elif minutes is not None and minutes >= WORTH_BF16 and not bf16_problem(device):
+    elif minutes is not None and minutes >= MIN_MINUTES_BF16 and not bf16_problem(device):
         changes["precision"] = "bf16"  # more steps in the same time
-        reporter.say("precision: bf16 for matrix products, which is faster here")
+        reporter.say("precision: bf16 for matrix products, which is faster on this machine")
     if task.reads == "pairs" and "metric" not in train.model_fields_set:
         references = [example.target or "" for example in prepared.valid_examples]
         changes["metric"] = FITTING[content_of(references, prepared.codec.config.target_tokens)][0]
@@ -288,13 +305,13 @@ def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.devic
     if train.start_from is not None or task.reads == "images":
         sides = []
     tokens = {side: getattr(prepared.codec.config, side) for side in sides}
-    return recipe.model_copy(update={"text": text.model_copy(update=tokens), "train": train.model_copy(update=changes)})
+    return recipe.model_copy(update={"text": text.model_copy(update=tokens)}).with_train(**changes)
 
 
 def choose_batch(task: Task, prepared: Prepared[Any]) -> Table:
-    """The size of a batch: small, for a short run gains more from many steps than from exact gradients."""
+    """The size of a batch: small, because short runs gain more from many steps than from exact gradients."""
     if task.reads == "images":
-        return {}  # the task has a default
+        return {}  # the default of the task
     if task.reads == "text":
         return {"batch_tokens": TEXT_TOKENS if task.name == "lm" else MASKED_TEXT_TOKENS}
     if BATCH_EXAMPLES * prepared.train.mean_length <= BATCH_TOKENS:
@@ -306,14 +323,14 @@ def choose_batch(task: Task, prepared: Prepared[Any]) -> Table:
 
 
 class Plan(NamedTuple):
-    """A model and how to train it within the budget."""
+    """A model and how it is trained within the budget."""
 
     recipe: Recipe
     config: Config
     loader: DataLoader
     reason: str  # for the number of processes
     steps: int  # expected
-    seconds: float | None  # per step, if they were measured
+    seconds: float | None  # per step; measured if there is a time budget
 
     @property
     def epochs(self) -> float:
@@ -328,10 +345,10 @@ def plan_run(
     launched: int,
     reporter: Reporter,
 ) -> Plan:
-    """Fill in what a recipe leaves open, so that it fits the data and the budget, and report it.
+    """Fill in the open settings of a recipe to fit the data and the budget, and report them.
 
-    Of the presets of the task, the largest is taken that the data can fill and that passes over the data often enough.
-    `launched` is how many processes a launcher has started.
+    Of the presets of the task, the largest is taken for which there is enough data and time. `launched` is the number
+    of processes that a launcher has started.
     """
     given = recipe.train
     recipe = complete_recipe(recipe, prepared, device, reporter)
@@ -347,15 +364,14 @@ def plan_run(
     if not given.workers:
         reporter.say(f"processes: {plan.recipe.train.workers}, {plan.reason}")
     plan = _enlarge_batch(plan, given, prepared)
-    train = complete_rates(given, plan)
-    plan = plan._replace(recipe=plan.recipe.model_copy(update={"train": train}))
+    plan = plan._replace(recipe=plan.recipe.with_train(**planned_rates(given, plan)))
     for line in describe_plan(plan, given):
         reporter.say(line)
     return plan
 
 
 def presets_for(task: Task, data: Any, device: str) -> list[str]:
-    """The presets of a task that the data can fill and the device can train, from large to small."""
+    """The presets of a task for this amount of data and this device, from large to small."""
     if task.reads != "pairs":
         return list(reversed(task.presets))
     fitting = [name for name, needed in zip(task.presets, TOKENS_NEEDED, strict=True) if data.tokens >= needed]
@@ -371,7 +387,7 @@ def _size(data: Any) -> str:
 def _try_preset(
     recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any], device: torch.device, launched: int
 ) -> Plan:
-    """A model with its data loader and processes, and how many steps the budget is expected to allow."""
+    """A plan with this preset, without learning rate, warm-up and moving average."""
     config = model_config(recipe, base, prepared)
     loader = make_loader(recipe, prepared, config)
     recipe, reason = complete_processes(recipe, loader, config, device, launched)
@@ -380,14 +396,14 @@ def _try_preset(
     seconds = None
     if budget.seconds is not None:
         seconds = measure_step(recipe, config, loader, device)
-        limits.append(max(1, int(TRAINED_SHARE * budget.seconds / seconds)))
+        limits.append(max(1, int(TRAINING_SHARE * budget.seconds / seconds)))
     return Plan(recipe, config, loader, reason, min(limit for limit in limits if limit), seconds)
 
 
 def measure_step(recipe: Recipe, config: Config, loader: DataLoader, device: torch.device) -> float:
-    """Seconds of a training step, as one of the run's processes takes it, on batches from all over an epoch."""
+    """Seconds per training step of one of the run's processes, on batches spread over an epoch."""
     train, threads, seconds = recipe.train, torch.get_num_threads(), []
-    batches = np.linspace(0, loader.batches_in(0) - 1, TRIED_STEPS + 1).astype(int)
+    batches = np.linspace(0, loader.batches_in(0) - 1, TRIAL_STEPS + 1).astype(int)
     with torch.random.fork_rng(devices=[]):
         if device.type == "cpu" and train.workers > 1:
             torch.set_num_threads(max(1, cores() // train.workers))
@@ -400,38 +416,37 @@ def measure_step(recipe: Recipe, config: Config, loader: DataLoader, device: tor
                 *_, norm = stepper.backward(number, shares)
                 stepper.update(number, 0.0, norm)
                 seconds.append(time.monotonic() - began)
-                if sum(seconds) > TRIED_SECONDS and number > 1:
+                if sum(seconds) > TRIAL_SECONDS and number > 1:
                     break
         finally:
             torch.set_num_threads(threads)
-    return statistics.mean(seconds[1:])  # the first also allocates memory
+    return statistics.mean(seconds[1:])  # without the first, which allocates memory
 
 
 def _enlarge_batch(plan: Plan, given: Train, prepared: Prepared[Any]) -> Plan:
-    """With time for very many steps, larger batches instead: their gradients are more exact, their products faster."""
-    factor = min(MOST_ENLARGED, plan.steps // MANY_STEPS)
+    """If there is time for very many steps, take larger batches: exacter gradients, faster matrix products."""
+    factor = min(MAX_ENLARGEMENT, plan.steps // MANY_STEPS)
     train = plan.recipe.train
     key = "batch_examples" if train.batch_examples else "batch_tokens"
     chosen = not {"batch_tokens", "batch_examples"} & given.model_fields_set
     if factor < 2 or not chosen or plan.seconds is None:
         return plan
-    train = train.model_copy(update={key: factor * getattr(train, key)})
-    recipe = plan.recipe.model_copy(update={"train": train})
+    recipe = plan.recipe.with_train(**{key: factor * getattr(train, key)})
     loader = make_loader(recipe, prepared, plan.config)
     return plan._replace(recipe=recipe, loader=loader, steps=plan.steps // factor, seconds=plan.seconds * factor)
 
 
-def complete_rates(given: Train, plan: Plan) -> Train:
-    """Learning rate, warm-up and moving average for the expected number of steps, where they are not given."""
+def planned_rates(given: Train, plan: Plan) -> Table:
+    """Learning rate, warm-up and moving average for the expected number of steps, unless the recipe sets them."""
     train = plan.recipe.train
     changes: Table = {}
     if "warmup" not in given.model_fields_set:
-        changes["warmup"] = max(1, min(MOST_WARMUP, round(WARMUP_SHARE * plan.steps)))
+        changes["warmup"] = max(1, min(MAX_WARMUP, round(WARMUP_SHARE * plan.steps)))
     if "lr" not in given.model_fields_set:
         changes["lr"] = choose_rate(train, plan.config.top.width)
     if "ema" not in given.model_fields_set and not train.l0 and plan.steps >= FEW_STEPS:
-        changes["ema"] = min(LONGEST_EMA, round(1 - 1 / (EMA_SHARE * plan.steps), 5))
-    return train.model_copy(update=changes)
+        changes["ema"] = min(MAX_EMA, round(1 - 1 / (EMA_SHARE * plan.steps), 5))
+    return changes
 
 
 def choose_rate(train: Train, width: int) -> float:
@@ -444,7 +459,7 @@ def choose_rate(train: Train, width: int) -> float:
 
 
 def describe_plan(plan: Plan, given: Train) -> list[str]:
-    """The plan in words, with warnings if the budget is too small for the data, or a given setting for the budget."""
+    """The plan in words, with warnings about a budget that is too small and a warm-up that is too long."""
     train = plan.recipe.train
     about = "" if plan.seconds is None else "about "
     batch = plural(train.batch_examples, "example") if train.batch_examples else plural(train.batch_tokens, "token")
@@ -456,7 +471,7 @@ def describe_plan(plan: Plan, given: Train) -> list[str]:
     if train.warmup >= plan.steps / 2 and "warmup" in given.model_fields_set:
         lines.append(
             f"warning: train.warmup is {train.warmup:,} of {about}{plural(plan.steps, 'step')}, so the learning rate "
-            "hardly reaches its peak; leave it out, and it is planned"
+            "hardly reaches its peak; without this setting the warm-up is planned"
         )
     examples = plan.loader.examples
     needed = max(FEW_STEPS / plan.steps, min(examples, FEW_EXAMPLES) / (plan.epochs * examples))
@@ -466,21 +481,21 @@ def describe_plan(plan: Plan, given: Train) -> list[str]:
 
 
 def _enough(train: Train, plan: Plan, factor: float) -> str:
-    """What would suffice, in the words of the budget that runs out first."""
+    """A sufficient budget, in the unit of the limit that is reached first."""
     for noun, given, planned in (("step", train.steps, plan.steps), ("epoch", train.epochs, plan.epochs)):
         if given is not None and planned >= given:
-            return f": {plural(given, noun)}; with {plural(math.ceil(given * factor), noun)} it could learn something"
+            return f": {plural(given, noun)}; use at least {plural(math.ceil(given * factor), noun)}"
     minutes = plural(math.ceil((train.minutes or DEFAULT_MINUTES) * factor), "minute")
-    return f"; expect little from a model that is trained for less than about {minutes} on this machine"
+    return f"; use at least about {minutes} on this machine"
 
 
 def complete_processes(
     recipe: Recipe, loader: DataLoader, config: Config, device: torch.device, launched: int
 ) -> tuple[Recipe, str]:
-    """Decide how many processes train -> the recipe with them, and the reason."""
+    """Decide the number of processes -> the recipe with it, and the reason."""
     train = recipe.train
     if launched > 1:
-        workers, reason = launched, "as they were started"
+        workers, reason = launched, "started by the launcher"
     elif config.has_memory and not train.workers:
         workers, reason = 1, "its segment memory needs the text in order"
     else:
@@ -490,24 +505,24 @@ def complete_processes(
         workers, reason = choose_workers(train, device.type, cores(), examples, rows, tokens)
     if config.has_memory and workers > 1:
         raise UserError("train.workers: a model with segment memory is trained by one process")
-    return recipe.model_copy(update={"train": train.model_copy(update={"workers": workers})}), reason
+    return recipe.with_train(workers=workers), reason
 
 
 def choose_workers(train: Train, device: str, cores: int, examples: int, rows: int, tokens: int) -> tuple[int, str]:
-    """How many processes, and why; on a CPU, one-thread processes do more than one process with several threads.
+    """The number of processes, and the reason. On CPUs, processes with one thread are faster than one with several.
 
-    `rows` and `tokens` are those of a batch.
+    `rows` and `tokens` are the size of a batch.
     """
     if train.workers:
-        return train.workers, "as asked for"
+        return train.workers, "as requested"
     if device != "cpu":
         return 1, f"on {device}; for several GPUs use torchrun"
     if cores == 1:
         return 1, "one core"
-    short = (train.steps or WORTH_STEPS) < WORTH_STEPS or (train.minutes or WORTH_MINUTES) < WORTH_MINUTES
-    if examples < WORTH_EXAMPLES or short:
-        return 1, "too little to do for more"
-    workers = min(cores, max(1, rows // LEAST_ROWS, min(rows, tokens // LEAST_TOKENS)))
+    short = (train.steps or MIN_STEPS) < MIN_STEPS or (train.minutes or MIN_MINUTES) < MIN_MINUTES
+    if examples < MIN_EXAMPLES or short:
+        return 1, "too little work for more"
+    workers = min(cores, max(1, rows // MIN_ROWS, min(rows, tokens // MIN_TOKENS)))
     if workers < cores:
         return workers, f"{cores} cores, but only {rows} examples per batch"
     return workers, "one per core"

@@ -1,6 +1,6 @@
-"""Pruning a run: remove the heads that matter least, tune the rest by distillation from the whole model, report.
+"""Pruning a run: remove the least important heads, tune the rest by distillation from the full model, report.
 
-Tuning and the learning of head gates are short trainings in this process, made of the steps that training takes.
+Tuning and learning head gates are short trainings in this process with the same steps as normal training.
 """
 
 from __future__ import annotations
@@ -48,35 +48,39 @@ from regard.metrics import LOWER_IS_BETTER
 from regard.model import Model
 from regard.nn.adapters import add_gates, head_gates, remove_gates
 from regard.nn.primitives import use_pool
+from regard.parallel.ranks import ProcessGroup
 from regard.recipe import Train
 from regard.run import Run
 from regard.text.codec import Example
-from regard.training.distributed import ProcessGroup
 from regard.training.step import Stepper, swapped_weights
 from regard.training.validation import mean_scores
 
 LR = 7e-4
-DISTILLED = 0.7  # share of the divergence from the teacher in the objective; the rest is the usual loss
-DECAY = 0.995  # of the moving average
+DISTILLATION = 0.7  # weight of the divergence from the teacher in the objective
+EMA = 0.995
 SMOOTHING = 0.1
-JUDGED = 10  # times while tuning
-GATE_COST = 0.1  # of all heads, in loss per token, while gates are learned
-GATE_LR = 0.1  # high: in a short training the gates have a long way to go
-POINTS = 12  # of the curve
-ROUNDS = 9  # of measuring speed
+EVALUATIONS = 10  # during tuning
+GATE_COST = 0.1  # of all heads together, in loss per token
+GATE_LR = 0.1  # high, because gates change much in a short training
+CURVE_POINTS = 12
+SPEED_ROUNDS = 9
 REPORT = "prune.json"
-TUNE_TOKENS, TUNE_EXAMPLES = 4096, 64  # of a batch
+# Batch size of tuning.
+TUNE_TOKENS = 4096
+TUNE_EXAMPLES = 64
 
 
 # Short trainings
 
 
 class Distillation(Objective):
-    """The smoothed loss, mixed with the divergence from the predictions of a teacher."""
+    """The smoothed loss plus the divergence from the predictions of a teacher."""
 
     def __init__(self, model: Model, label_smoothing: float, teacher: Model) -> None:
         super().__init__(model, label_smoothing)
-        self._teacher_logits = lambda batch: label_logits(teacher, batch)[0]  # not a submodule: it stays in eval mode
+        self._teacher_logits = lambda batch: label_logits(teacher, batch)[
+            0
+        ]  # in a closure, so that the teacher is not a submodule and stays in eval mode
 
     def forward(self, batch: Batch) -> Loss:
         logits_NV, label_N = label_logits(self.model, batch)
@@ -86,11 +90,11 @@ class Distillation(Objective):
             nll = F.cross_entropy(logits_NV, label_N, reduction="sum")
             correct = (logits_NV.argmax(-1) == label_N).sum()
         divergence = F.kl_div(logits_NV.log_softmax(-1), teacher_NV, log_target=True, reduction="sum")
-        return Loss(DISTILLED * divergence + (1 - DISTILLED) * usual, nll, correct)
+        return Loss(DISTILLATION * divergence + (1 - DISTILLATION) * usual, nll, correct)
 
 
 def label_logits(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The logits (N, V) and labels (N) of the positions that are predicted."""
+    """The logits (N, V) and labels (N) of all positions that are not padding."""
     x_BTD = model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
     keep_BT = torch.ones_like(batch.label_BT, dtype=torch.bool) if batch.keep_BT is None else batch.keep_BT
     return model.predict(x_BTD[keep_BT]).float(), batch.label_BT[keep_BT]
@@ -99,14 +103,14 @@ def label_logits(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
 def run_steps(
     stepper: Stepper, batches: Iterable[Batch], steps: int, after_step: Callable[[int], None] = lambda step: None
 ) -> list[float]:
-    """Take steps of one batch each -> the loss per token of each; the model ends in eval mode.
+    """Train on one batch per step -> the loss per token of each step. Afterwards the model is in eval mode.
 
-    Batches that do not fit into memory are split; an example that does not fit even alone is an error.
+    Batches that do not fit into memory are split; a single example that does not fit is an error.
     """
     losses = []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for step, batch in zip(range(1, steps + 1), batches, strict=False):
-            stepper.objective.segment_memory = None  # batches come in random order
+            stepper.objective.segment_memory = None  # batches are in random order
             nll, _, norm = stepper.backward(step, [(batch, 1.0)])
             if stepper.memory_failures.examples:
                 raise UserError("not enough memory to tune: a single example does not fit; leave out the longest")
@@ -127,21 +131,20 @@ def tune(
     lr: float = LR,
     seed: int = 1,
 ) -> list[float]:
-    """Train for some steps -> the loss per token of each; the model ends in eval mode.
+    """Train for some steps -> the loss per token of each step. Afterwards the model is in eval mode.
 
-    With a teacher the model also learns the distribution that the teacher predicts, which holds more than one right
-    token does. The result is a moving average of the weights: with a `judge` (less is better) the best of several,
-    else the last.
+    With a teacher the model also learns the distribution that the teacher predicts. The result is a moving average of
+    the weights: the best of several according to `judge` (lower is better), or the last one.
     """
     warmup = max(1, steps // 10)
-    train = Train(lr=lr, schedule="cosine", warmup=warmup, label_smoothing=SMOOTHING, ema=DECAY, seed=seed)
+    train = Train(lr=lr, schedule="cosine", warmup=warmup, label_smoothing=SMOOTHING, ema=EMA, seed=seed)
     objective = None if teacher is None else Distillation(model, SMOOTHING, teacher)
     stepper = Stepper(model, train, ProcessGroup(device=model.device), objective)
     kept, best = stepper.weights, math.inf
 
     def judge_weights(step: int) -> None:
         nonlocal kept, best
-        if judge is None or (step != steps and step % max(1, steps // JUDGED)):
+        if judge is None or (step != steps and step % max(1, steps // EVALUATIONS)):
             return
         with swapped_weights(model.eval(), stepper.weights):
             value = judge()
@@ -158,31 +161,31 @@ def tune(
 def learn_gates(
     model: Model, batches: Sequence[Batch], steps: int, *, cost: float = GATE_COST, lr: float = LR, seed: int = 1
 ) -> dict[HeadKey, float]:
-    """Train a model with head gates for some steps -> the log-odds of every head; then the gates are removed.
+    """Train a model with head gates for some steps -> the log-odds of every head. Afterwards the gates are removed.
 
-    `cost` is the price of keeping all heads, in loss per token. The model is changed: it learns to do without the heads
-    whose gates close.
+    `cost` is the penalty on all heads together, in loss per token. The weights of the model change: it learns to work
+    without the heads whose gates close.
     """
     add_gates(model)
     gates = head_gates(model)
     settings: dict[str, Any] = {"schedule": "constant", "warmup": 1, "beta2": 0.999, "eps": 1e-8}
     train = Train(lr=lr, label_smoothing=SMOOTHING, l0=cost, seed=seed, **settings)
     stepper = Stepper(model, train, ProcessGroup(device=model.device))
-    stepper.optimizer.param_groups[-1]["lr_factor"] = GATE_LR / lr  # the last group are the gates
+    stepper.optimizer.param_groups[-1]["lr_factor"] = GATE_LR / lr  # the last group has the gates
     run_steps(stepper, shuffled(batches, seed), steps)
     remove_gates(model)
     return {(name, head): float(x) for name, gate in gates.items() for head, x in enumerate(gate.odds.detach())}
 
 
 def shuffled(batches: Sequence[Batch], seed: int) -> Iterator[Batch]:
-    """The batches over and over, each time in another order."""
+    """Repeat the batches forever, each time in another order."""
     random = np.random.default_rng(seed)
     while True:
         yield from (batches[index] for index in random.permutation(len(batches)))
 
 
 def shuffled_data(run: Run, data: TaskData, seed: int = 1) -> Iterator[Batch]:
-    """The data over and over, each time in another order; pairs are also put into other batches."""
+    """Repeat the data forever, each time in another order; pairs are also batched differently."""
     if isinstance(data, str | LabelledImages) or not run.task.seq2seq:
         yield from shuffled(task_batches(run, data, TUNE_TOKENS // 2), seed)
         return
@@ -206,16 +209,16 @@ class Snapshot:
     parameters: int
     loss: float  # per token, in nats
     metrics: dict[str, float]
-    sentences_per_second: float = 0.0  # of processor time, decoded greedily; read, if the model does not decode
+    sentences_per_second: float = 0.0  # of processor time, for greedy decoding or, without a decoder, forward passes
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """The model before and after pruning, and what was removed."""
+    """The model before and after pruning, and the removed heads."""
 
     before: Snapshot
-    pruned: Snapshot  # before any tuning
-    after: Snapshot  # the same, if nothing was tuned
+    pruned: Snapshot  # before tuning
+    after: Snapshot  # after tuning, if any
     removed: dict[str, list[int]]  # numbers of the heads by attention
     curve: list[tuple[int, float]]  # heads ablated, loss per token
     tuned_steps: int
@@ -239,21 +242,19 @@ def prune(
 ) -> tuple[Run, PruneReport]:
     """Remove heads from a run -> the smaller run (not saved yet), and the report.
 
-    Heads are judged on `judge_on` of the examples; the tuning learns from all of them; what is reported is measured on
-    those held out. With `by="gates"`, a copy of the model is first trained with gates for `tune_steps`.
+    Head importance is measured on `judge_on` examples of the data, tuning uses all of it, and the report is measured on
+    the held-out data. With `by="gates"`, a copy of the model is first trained with gates for `tune_steps`.
     """
     require_prunable(run.model)
     if all(attention.heads < 2 for attention in run.model.attentions().values()):
-        raise UserError(
-            f"{run.path}: its attention has one head, which cannot go; only models with several can be pruned"
-        )
+        raise UserError(f"{run.path}: its attention has only one head; pruning needs several")
     if greedy and by == "gates":
-        raise UserError("--greedy judges heads again and again, which --by gates cannot; choose one")
+        raise UserError("--greedy measures importance repeatedly, which --by gates cannot do; choose one of them")
     batches, valid = task_batches(run, sample(data, judge_on)), task_batches(run, held_out)
     model = run.model
     if by == "gates":
         if not tune_steps:
-            raise UserError("--by gates learns which heads are needed: say for how many steps, with --tune")
+            raise UserError("--by gates needs --tune STEPS, the number of steps for learning the gates")
         notify(f"learning gates for {plural(tune_steps, 'step')}")
         model = copy.deepcopy(run.model)
         importance = sort_heads(learn_gates(model, task_batches(run, data, TUNE_TOKENS // 2), tune_steps, lr=lr))
@@ -262,7 +263,7 @@ def prune(
     count = amount.of(importance)
     order = greedy_order(model, batches, count, by, notify) if greedy else removable_heads(model, list(importance))
     removed = group_heads(order[:count])
-    notify(f"{count} of {count_heads(model)} heads go")
+    notify(f"removing {count} of {count_heads(model)} heads")
     curve = quality_curve(model, valid, order)
     before = take_snapshot(run, held_out, valid)
     small = prune_heads(model, removed)
@@ -276,7 +277,7 @@ def prune(
     works = [decoding_work(each, held_out, valid) for each in (run, smaller)]
     full, faster = fair_rates([work for work, _ in works], works[0][1], run.model.device)
     before = replace(before, sentences_per_second=full)
-    pruned, after = (replace(each, sentences_per_second=faster) for each in (pruned, after))  # of the same shape
+    pruned, after = (replace(each, sentences_per_second=faster) for each in (pruned, after))  # both have the same shape
     attentions = run.model.attentions()
     numbers = {name: [attentions[name].head_numbers[head] for head in heads] for name, heads in removed.items()}
     return smaller, PruneReport(before, pruned, after, numbers, curve, tune_steps)
@@ -284,12 +285,12 @@ def prune(
 
 def quality_curve(model: Model, batches: Sequence[Batch], order: Sequence[HeadKey]) -> list[tuple[int, float]]:
     """The loss per token as more and more heads are ablated."""
-    counts = sorted({round(i * len(order) / POINTS) for i in range(POINTS + 1)})
+    counts = sorted({round(i * len(order) / CURVE_POINTS) for i in range(CURVE_POINTS + 1)})
     return [(count, mean_loss(model, batches, group_heads(order[:count]))) for count in counts]
 
 
 def take_snapshot(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapshot:
-    """Measure a run on data, of which `batches` are made."""
+    """Measure a run on data; `batches` are made of this data."""
     loss = mean_loss(run.model, batches)
     if run.task.seq2seq:
         assert not isinstance(data, str | LabelledImages)
@@ -304,7 +305,7 @@ def take_snapshot(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapsho
 
 
 def decoding_work(run: Run, data: TaskData, batches: Sequence[Batch]) -> tuple[Callable[[], object], int]:
-    """A function that decodes (or reads, if the model does not decode) some examples, and their number."""
+    """A function that decodes some examples (without a decoder: a forward pass), and their number."""
     if run.task.seq2seq:
         assert not isinstance(data, str | LabelledImages)
         engine, some = TorchEngine(run, Options()), list(data[:64])
@@ -315,15 +316,15 @@ def decoding_work(run: Run, data: TaskData, batches: Sequence[Batch]) -> tuple[C
 
 @torch.no_grad()
 def fair_rates(works: Sequence[Callable[[], object]], items: int, device: torch.device) -> list[float]:
-    """Items per second of several works, which take turns; medians, of processor time where a CPU does the work.
+    """Median items per second of several functions that are called in turns, so that other load affects all of them.
 
-    What else the machine does then slows none of them alone, and waiting for it does not count.
+    On a CPU processor time is measured, which excludes waiting.
     """
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     for work in works:
-        work()  # the first call is always slow
+        work()  # the first call is slower
     seconds: list[list[float]] = [[] for _ in works]
-    for number in range(ROUNDS):
+    for number in range(SPEED_ROUNDS):
         turns = list(enumerate(works))
         for index, work in turns if number % 2 == 0 else reversed(turns):
             began = clock()
@@ -335,7 +336,7 @@ def fair_rates(works: Sequence[Callable[[], object]], items: int, device: torch.
 
 
 def _judge(run: Run, data: TaskData, batches: Sequence[Batch], notify: Callable[[str], None]) -> Callable[[], float]:
-    """A function that measures a run while it is tuned: its first metric, or its loss; less is better."""
+    """A function that measures the first metric or the loss of a run during tuning; lower is better."""
     metric, some = "loss", sample(data, 1000)
     if not isinstance(data, str | LabelledImages) and run.task.seq2seq:
         metric = default_metrics(run, [example.target or "" for example in data])[0]
@@ -352,7 +353,7 @@ def _judge(run: Run, data: TaskData, batches: Sequence[Batch], notify: Callable[
 
 
 def sample(data: TaskData, count: int) -> TaskData:
-    """Some of the pairs or images, evenly spread, or the beginning of a text."""
+    """Up to `count` pairs or images, evenly spread, or the beginning of a text."""
     if isinstance(data, str):
         return data[: count * WINDOW]
     rows = range(_size(data))
@@ -360,11 +361,11 @@ def sample(data: TaskData, count: int) -> TaskData:
 
 
 def split_data(data: TaskData, every: int = 10, most: int = 1000) -> tuple[TaskData, TaskData]:
-    """Data to learn from, and to measure on: no source is in both; of a text, the end is held out."""
+    """Split into training and held-out data without common sources; of a text, the end is held out."""
     if isinstance(data, str):
         end = len(data) - min(most * WINDOW, len(data) // every)
         return data[:end], data[end:]
-    numbers = list(range(_size(data)))  # of sources, by row
+    numbers = list(range(_size(data)))  # number of the source of each row
     if not isinstance(data, LabelledImages):
         first = {source: i for i, source in enumerate(dict.fromkeys(example.source for example in data))}
         numbers = [first[example.source] for example in data]
@@ -383,7 +384,7 @@ def _take(data: Sequence[Example] | LabelledImages, rows: Sequence[int]) -> Task
 
 
 def save_pruned(smaller: Run, report: PruneReport, path: str | Path, original: Path) -> None:
-    """Write the smaller run with its report; the alignment heads that are left get their new indices."""
+    """Write the smaller run with its report; remaining alignment heads get new indices."""
     path = Path(path)
     smaller.save(path)
     write_json(path / REPORT, report.to_json())

@@ -1,62 +1,53 @@
-"""What a run reports: messages and progress while it trains, its log and the learning curve.
-
-Progress is a live display on a terminal, plain lines elsewhere, or nothing.
-"""
+"""Messages and progress of training: a live display on a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from regard.data.reader import MAX_LOCATIONS
-from regard.errors import UserError, plural
-from regard.files import replace_file
+from regard.errors import plural
 
 if TYPE_CHECKING:
     from rich.live import Live as Display
 
-LOG = "log.jsonl"
-CURVE = "curve.svg"
-MODEL_CARD = "README.md"
 CLOCK_FIELDS = ("seconds", "tokens_per_second", "examples_per_second")
 REFRESH = 0.25  # seconds between two updates of the live display
-BAR = 20  # characters
-FIRST_LINE, LINE_EVERY = 2.0, 30.0  # seconds until a line without a display, and between two
+BAR = 20  # characters of the progress bar
+FIRST_LINE = 2.0  # seconds until the first progress line without a display
+LINE_EVERY = 30.0  # seconds between two progress lines
 _NOT_SCORES = frozenset({"event", "step", "epoch", "best", "seconds", "checkpoints"})
 _PERCENT = frozenset({"accuracy", "wer", "per", "bleu", "chrf"})
 Event = dict[str, Any]
 
 
 class Reporter:
-    """Receives the progress of a training run, from the first process alone. This one reports nothing."""
+    """Receives the progress of a run from the first process. This class discards it."""
 
     def say(self, text: str) -> None:
         """Report a choice or a warning."""
 
     def event(self, event: Event) -> None:
-        """Report what was just written to the log."""
+        """Report an event that was written to the log."""
 
     def loss(self, loss: float, tokens: int) -> None:
-        """Report the loss per predicted token of a step, and all its tokens; called before `tick`."""
+        """Report the loss of a step (per predicted token) and the number of its tokens; called before `tick`."""
 
     def tick(self, step: int, done: float, seconds: float) -> None:
-        """Report a step, after which `done` of the budget (0 to 1) is used up. Called often: be quick."""
+        """Report a step after which the share `done` (0 to 1) of the budget is used up. This is called often."""
 
     def close(self) -> None:
         """End the display."""
 
 
 class Speed:
-    """Mean loss and tokens per second of the last steps, from the first step on."""
+    """Mean loss and tokens per second of the last steps."""
 
     def __init__(self) -> None:
         self._loss: float | None = None
@@ -65,39 +56,39 @@ class Speed:
         self._rate: float | None = None
 
     def loss(self, loss: float, tokens: int) -> None:
-        """Take in a step: its loss, and its tokens."""
+        """Add the loss and the number of tokens of a step."""
         self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
         self._tokens += tokens
 
     def clock(self, step: int, seconds: float) -> None:
-        """Take in the seconds of the run so far; the speed is that of about the last ten seconds."""
-        if self._since is None:  # only of a new run it is known when its first step began
+        """Add the time of the run so far; the speed is measured over about the last ten seconds."""
+        if self._since is None:  # in a resumed run, the beginning of its first step is not known
             self._since = (0.0, 0) if step == 1 else (seconds, self._tokens)
         began, before = self._since
         if seconds <= began or self._tokens <= before:
             return
         self._rate = (self._tokens - before) / (seconds - began)
-        if seconds - began > 10:  # halfway up to now
+        if seconds - began > 10:  # forget the older half
             self._since = (began + seconds) / 2, (before + self._tokens) // 2
 
     def pause(self) -> None:
-        """Leave out the time from the last step to the next."""
+        """Exclude the time from the last step to the next one."""
         self._since = None
 
     def parts(self) -> list[str]:
-        """What is known of loss and speed."""
+        """Loss and speed in words, as far as they are known."""
         loss = [] if self._loss is None else [f"loss {self._loss:.3f}"]
         return loss if self._rate is None else [*loss, f"{self._rate:,.0f} tokens/s"]
 
 
 class Lines(Reporter):
-    """Reports plain lines, as for a file: what is logged, and how it goes meanwhile if that takes long."""
+    """Prints plain lines, for example to a file: logged events, and progress if they are far apart."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._done = self._seconds = 0.0
         self._speed = Speed()
-        self._next: float | None = None  # seconds of the run at which a line is due
+        self._next: float | None = None  # time of the next line, in seconds of the run
 
     def say(self, text: str) -> None:
         with _surviving(self._stream):
@@ -126,7 +117,7 @@ class Lines(Reporter):
 
 
 class Live(Reporter):
-    """Reports by a line with a progress bar and the latest numbers; validations scroll by above it."""
+    """Shows a line with a progress bar and the latest numbers; other messages scroll above it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         from rich.console import Console
@@ -141,7 +132,7 @@ class Live(Reporter):
         self._best = ""
 
     def say(self, text: str) -> None:
-        # Text: nothing in a message is markup, and words, file names too, stay in one piece.
+        # As Text, because messages have no markup; words and file names are not broken.
         for line in text.split("\n"):
             folded = textwrap.fill(
                 line, self._console.width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  "
@@ -175,7 +166,7 @@ class Live(Reporter):
             self._display.update(self._line(step, done, seconds), refresh=True)
 
     def _line(self, step: int, done: float, seconds: float) -> Any:
-        """The line, with as much of it as the terminal has room for."""
+        """The line, cut to the width of the terminal."""
         left = _left(done, seconds)
         parts = [f"step {step:,}", *self._speed.parts(), f"{left} left" if left else "", self._best]
         room = self._console.width - 1  # a full line would wrap on some terminals
@@ -198,17 +189,17 @@ class Live(Reporter):
 
 @contextmanager
 def _surviving(stream: TextIO) -> Iterator[None]:
-    """Go on when progress cannot be shown; a terminal or pipe that is gone is replaced by nothing."""
+    """Ignore errors of the stream; if the terminal or pipe is closed, write to the null device from now on."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.EIO, errno.EPIPE):
-            with suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:  # the stream may be no file
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:  # the stream may not be a file
                 os.dup2(nothing.fileno(), stream.fileno())
 
 
 def make_reporter(stream: TextIO | None = None) -> Reporter:
-    """A live display if the stream is a terminal, else lines."""
+    """A live display if the stream is a terminal, else plain lines."""
     stream = stream or sys.stderr
     return Live(stream) if stream.isatty() else Lines(stream)
 
@@ -231,10 +222,10 @@ def describe_event(event: Event) -> str:
         return f"step {step:,} · skipped: the loss or its gradient is not a finite number"
     if kind == "memory":
         named = "; ".join(event["skipped"][:MAX_LOCATIONS]) + "; ..." * (len(event["skipped"]) > MAX_LOCATIONS)
-        unfit = f"; skipped, since it does not fit even alone: {named}" if named else ""
-        return f"step {step:,} · memory ran out: the batch was read in {plural(event['pieces'], 'part')}{unfit}"
+        unfit = f"; skipped because a batch of one does not fit: {named}" if named else ""
+        return f"step {step:,} · memory ran out: the batch was split into {plural(event['pieces'], 'part')}{unfit}"
     if kind == "end":
-        why = "no better for too long" if event["reason"] == "patience" else f"{event['reason']} used up"
+        why = "no improvement (patience)" if event["reason"] == "patience" else f"{event['reason']} used up"
         memory = ""
         if failures := event.get("memory_failures"):
             unfit = f", {plural(event['unfit'], 'example')} skipped" if event["unfit"] else ""
@@ -248,7 +239,7 @@ def _scores(event: dict[str, Any]) -> list[str]:
 
 
 def format_score(name: str, value: float | None) -> str:
-    """A score with its name, in percent where it is one."""
+    """A score with its name."""
     if value is None:
         return f"{name} not a number"
     return f"{name} {value:.2f}" if name in _PERCENT else f"{name} {value:.4f}"
@@ -259,99 +250,9 @@ def _left(done: float, seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration for people."""
+    """A duration in words."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
-
-
-# The log
-
-
-class Log:
-    """The log of a run: one JSON object per line, written from a position on."""
-
-    def __init__(self, path: Path, position: int = 0) -> None:
-        self.path = path
-        with self._reported():
-            self._file = path.open("ab", buffering=0)
-            try:
-                self._file.truncate(min(position, path.stat().st_size))
-                self.position = path.stat().st_size
-            except OSError:
-                self._file.close()
-                raise
-
-    def write(self, event: Event) -> None:
-        """Append an event; numbers that JSON does not know become null."""
-        unknown = [key for key, value in event.items() if isinstance(value, float) and not math.isfinite(value)]
-        data = (json.dumps(event | dict.fromkeys(unknown), ensure_ascii=False) + "\n").encode()
-        with self._reported():
-            if self._file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.position += len(data)
-
-    def sync(self) -> None:
-        """Wait until it is on disk."""
-        with self._reported():
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot write: {error.strerror or error}; the last checkpoint is safe"
-            ) from None
-
-
-def read_log(path: Path) -> list[Event]:
-    """The events of a run; a last line that was cut short is left out."""
-    events = map(json.loads, path.read_bytes().split(b"\n")[:-1])
-    return [event for event in events if isinstance(event, dict)]
-
-
-# The learning curve
-
-
-def draw_curve(run: Path, metric: str) -> Path | None:
-    """Draw the log of a run -> the path of the picture, or None without matplotlib or without events."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    events = read_log(run / LOG)
-    train = [(e["step"], e["loss"]) for e in events if e["event"] == "train"]
-    valid = [e for e in events if e["event"] == "valid"]
-    if not train and not valid:
-        return None
-    figure = Figure(figsize=(8, 4.5), layout="constrained")  # an object of its own: no window, no global state
-    axes = figure.add_subplot()
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss per token (nats)")
-    axes.grid(alpha=0.3)
-    if train:
-        axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.6, label="training loss")
-    if valid:
-        steps, losses = zip(*((e["step"], e["loss"]) for e in valid), strict=True)
-        axes.plot(steps, losses, "o-", ms=3, color="tab:orange", label="validation loss")
-        best = max((e for e in valid if e["best"]), key=lambda e: e["step"], default=None)
-        if best is not None:
-            axes.axvline(best["step"], color="gray", linestyle=":", label=f"best (step {best['step']:,})")
-    if metric != "loss" and valid:
-        right = axes.twinx()
-        right.set_ylabel(f"{metric} (%)")
-        right.plot(steps, [e[metric] for e in valid], "s--", ms=3, color="tab:green", label=metric)
-        lines = axes.get_lines() + right.get_lines()
-        axes.legend(lines, [str(line.get_label()) for line in lines], loc="upper right")
-    else:
-        axes.legend(loc="upper right")
-    path = run / CURVE
-    replace_file(path, lambda temporary: figure.savefig(temporary, format="svg", metadata={"Date": None}))
-    return path

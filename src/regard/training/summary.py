@@ -1,4 +1,4 @@
-"""The model card of a run: data, scores with their meaning, training and use, as a README."""
+"""After training: the model card (README.md), warnings about a poor result, and the learning curve."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ from regard.run import Run
 from regard.tasks import TASKS
 from regard.text.codec import Example
 from regard.training.checkpoint import Progress
-from regard.training.report import CURVE, MODEL_CARD, format_duration
+from regard.training.log import LOG, read_log
+from regard.training.report import format_duration
 
+CURVE = "curve.svg"
+MODEL_CARD = "README.md"
 MEANING = {
     "loss": "negative log-probability of a token of the target, in nats",
     "perplexity": "exp(loss)",
     "bits_per_char": "the same in bits, per character of the text",
-    "accuracy": "sequences that are right in full, in percent",
-    "wer": "sequences that are wrong, in percent",
+    "accuracy": "completely correct sequences, in percent",
+    "wer": "wrong sequences, in percent",
     "per": "edits per token of the reference, in percent",
     "bleu": "BLEU",
     "chrf": "chrF",
 }
-_LABELS = {"loss": "negative log-probability of a label, in nats", "accuracy": "labels that are right, in percent"}
+_LABELS = {"loss": "negative log-probability of a label, in nats", "accuracy": "correct labels, in percent"}
 TASK_MEANING = {
-    "masked": {"accuracy": "masked tokens that are predicted right, in percent"},
+    "masked": {"accuracy": "correctly predicted masked tokens, in percent"},
     "classify": _LABELS,
     "image": _LABELS,
 }
@@ -69,9 +72,9 @@ def write_model_card(
     notes: list[str],
     signatures: Mapping[str, str],
 ) -> None:
-    """Write the model card, which names files and runs without the directories of this machine.
+    """Write the model card. Files and runs are named without their directories on this machine.
 
-    `examples` are the numbers for training and validation, `notes` the choices made.
+    `examples` has the numbers of training and validation examples, `notes` the choices made for the data.
     """
     data, train, task = recipe.data, recipe.train, TASKS[recipe.task]
     lists = [data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target]
@@ -130,7 +133,7 @@ def _score_table(progress: Progress, recipe: Recipe, signatures: Mapping[str, st
     best, metric, beam = progress.best, recipe.train.metric, recipe.train.validate_beam
     meanings = MEANING | TASK_MEANING.get(recipe.task, {})
     if best is None:
-        return ["None: no validation gave a number."]
+        return ["None: the loss was not a finite number in any validation."]
     scores = dict(best.scores)
     if not TASKS[recipe.task].labels:
         scores["perplexity"] = math.exp(min(best.scores["loss"], 700))
@@ -146,17 +149,20 @@ def _score_table(progress: Progress, recipe: Recipe, signatures: Mapping[str, st
     return [*rows, "", f"The weights are those of {which}, chosen by the {order} {metric}{search}."]
 
 
-LAST_PART = 0.25  # of the run
-FAST = 0.1  # improvement of the metric within it, as a share of its value
-CHANCE = 2.0  # percent by which a classifier must beat the most frequent label
-JUDGED = 100  # examples that are decoded to look at the outputs
-HARDLY = 0.05  # the share by which the loss of a language model must be below that of the frequencies of tokens
-WINDOWS = 64  # of a text from which tokens are counted
-WINDOW = 1 << 14  # tokens
+# Warnings
+
+LAST_PART = 0.25  # share of the run
+FAST = 0.1  # improvement of the metric in the last part, as a share of its value
+CHANCE_MARGIN = 2.0  # percent by which a classifier must beat the most frequent label
+MAX_DECODED = 100  # examples
+UNIGRAM_MARGIN = 0.05  # share by which the loss of a language model must be below that of token frequencies
+# The sample of a text in which tokens are counted.
+SAMPLE_WINDOWS = 64
+SAMPLE_WINDOW_TOKENS = 1 << 14
 
 
 def still_improving(events: Sequence[dict[str, Any]], train: Train) -> str | None:
-    """A remark if the metric improved much in the last part of the run, up to its very end; `events` are the log's."""
+    """A warning if the metric improved much in the last part of the run and was best at its end."""
     name = train.metric
     values = [(event["step"], event[name]) for event in events if event["event"] == "valid" and event[name] is not None]
     if len(values) < 2:
@@ -176,22 +182,22 @@ def still_improving(events: Sequence[dict[str, Any]], train: Train) -> str | Non
 
 
 def judge_outputs(run: Run, examples: Sequence[Example], limit: int) -> str | None:
-    """A remark if many outputs for some of these examples degenerate, none longer than `limit` tokens."""
-    some = list(examples[:: max(1, len(examples) // JUDGED)])[:JUDGED]
+    """Decode some examples -> a warning if many outputs degenerate. Outputs end after `limit` tokens."""
+    some = list(examples[:: max(1, len(examples) // MAX_DECODED)])[:MAX_DECODED]
     outputs = [best for best, *_ in generate(run, some, Options(max_length=limit))]
     return degenerate(outputs, [example.target or "" for example in some])
 
 
 def degenerate(outputs: Sequence[Hypothesis], references: Sequence[str]) -> str | None:
-    """A remark if many outputs repeat tokens, do not end, or are all the same where the references are not."""
+    """A warning if many outputs repeat tokens, do not end, or are equal although the references differ."""
     total = len(outputs)
     if not total:
         return None
     flagged = sum(any(flag in output.flags for flag in (*DEGENERATE, "max_length")) for output in outputs)
     if flagged > MANY_DEGENERATE * total:
         return (
-            f"{flagged} of {total} outputs repeat tokens or do not end as they should: the model has not learned the "
-            "task; give it more time or data"
+            f"{flagged} of {total} outputs repeat tokens or do not end: the model has not learned the task; give it "
+            "more time or data"
         )
     (text, same), expected = Counter(output.text for output in outputs).most_common(1)[0], Counter(references)
     if same > max(2, MANY_DEGENERATE * total) and same > 3 * max(expected.values()):
@@ -200,31 +206,74 @@ def degenerate(outputs: Sequence[Hypothesis], references: Sequence[str]) -> str 
 
 
 def at_chance(accuracy: float, labels: Sequence[Any]) -> str | None:
-    """A remark if a classifier is hardly better than the most frequent of the labels, which are those to predict."""
+    """A warning if a classifier is hardly better than always answering the most frequent label."""
     label, times = Counter(labels).most_common(1)[0]
     share = 100 * times / len(labels)
-    if accuracy > share + CHANCE or len(set(labels)) == 1:
+    if accuracy > share + CHANCE_MARGIN or len(set(labels)) == 1:
         return None
-    always = f"the answer {label!r} to everything is right in {share:.1f} %"
+    always = f"always answering {label!r} is correct in {share:.1f} %"
     return f"the model is hardly better than chance ({always}); give it more time or data"
 
 
 def no_better_than_frequencies(loss: float, train: Stream, valid: Stream) -> str | None:
-    """A remark if a model of plain text predicts tokens hardly better than how often they come in the training text.
+    """A warning if a model of plain text is hardly better than a unigram model of the training text.
 
-    Its greedy outputs tell less: those of a good language model repeat themselves too.
+    Its outputs are not checked: greedy outputs of good language models repeat tokens as well.
     """
     seen, new = _some_tokens(train), _some_tokens(valid)
-    counts = np.bincount(seen, minlength=int(new.max()) + 1) + 1  # one more each: none has probability zero
+    counts = np.bincount(seen, minlength=int(new.max()) + 1) + 1  # so that no token has probability zero
     frequencies = float(-np.log(counts[new] / counts.sum()).mean())
-    if loss < max((1 - HARDLY) * frequencies, HARDLY):  # of a text that is the same token everywhere both are zero
+    if loss < max(
+        (1 - UNIGRAM_MARGIN) * frequencies, UNIGRAM_MARGIN
+    ):  # both losses are zero if a text repeats one token
         return None
-    how = f"its loss is {loss:.2f}, that of the frequencies of tokens {frequencies:.2f}"
-    return f"the model predicts hardly better than one that does not read the text ({how}); give it more time or data"
+    how = f"loss {loss:.2f}, with token frequencies alone {frequencies:.2f}"
+    return f"the model predicts hardly better than the frequencies of tokens ({how}); give it more time or data"
 
 
 def _some_tokens(stream: Stream) -> NDArray[np.int64]:
-    """Tokens from windows that are evenly spread over a text, or all of a short one."""
-    if len(stream) <= WINDOWS * WINDOW:
+    """Tokens from windows spread evenly over a text, or all tokens of a short text."""
+    if len(stream) <= SAMPLE_WINDOWS * SAMPLE_WINDOW_TOKENS:
         return stream.windows(np.zeros(1, np.int64), len(stream)).ravel()
-    return stream.windows(np.arange(WINDOWS) * ((len(stream) - WINDOW) // (WINDOWS - 1)), WINDOW).ravel()
+    stride = (len(stream) - SAMPLE_WINDOW_TOKENS) // (SAMPLE_WINDOWS - 1)
+    return stream.windows(np.arange(SAMPLE_WINDOWS) * stride, SAMPLE_WINDOW_TOKENS).ravel()
+
+
+# The learning curve
+
+
+def draw_curve(run: Path, metric: str) -> Path | None:
+    """Draw the log of a run as a picture -> its path, or None without matplotlib or without events."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    events = read_log(run / LOG)
+    train = [(e["step"], e["loss"]) for e in events if e["event"] == "train"]
+    valid = [e for e in events if e["event"] == "valid"]
+    if not train and not valid:
+        return None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")  # without pyplot: no window, no global state
+    axes = figure.add_subplot()
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss per token (nats)")
+    axes.grid(alpha=0.3)
+    if train:
+        axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.6, label="training loss")
+    if valid:
+        steps, losses = zip(*((e["step"], e["loss"]) for e in valid), strict=True)
+        axes.plot(steps, losses, "o-", ms=3, color="tab:orange", label="validation loss")
+        best = max((e for e in valid if e["best"]), key=lambda e: e["step"], default=None)
+        if best is not None:
+            axes.axvline(best["step"], color="gray", linestyle=":", label=f"best (step {best['step']:,})")
+    if metric != "loss" and valid:
+        right = axes.twinx()
+        right.set_ylabel(f"{metric} (%)")
+        right.plot(steps, [e[metric] for e in valid], "s--", ms=3, color="tab:green", label=metric)
+        lines = axes.get_lines() + right.get_lines()
+        axes.legend(lines, [str(line.get_label()) for line in lines], loc="upper right")
+    else:
+        axes.legend(loc="upper right")
+    path = run / CURVE
+    replace_file(path, lambda temporary: figure.savefig(temporary, format="svg", metadata={"Date": None}))
+    return path

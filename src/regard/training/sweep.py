@@ -1,8 +1,7 @@
-"""A sweep: one run for each combination of some settings, and a table of what came out.
+"""A sweep: one run for each combination of settings, and a table of the results.
 
-Here runs are trained one after the other, by `training/ray_tune.py` as trials of Ray Tune.
-
-Every run is a directory of its own below that of the sweep and can be resumed, evaluated and continued like any other.
+This module trains the runs one after the other, `training/ray_tune.py` as trials of Ray Tune. Every run has a
+subdirectory and can be used like any other run.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from regard.data.reader import STDIN
 from regard.errors import UserError, is_out_of_memory, plural
 from regard.files import read_json, write_json
 from regard.metrics import LOWER_IS_BETTER
+from regard.parallel.ranks import has_launcher
 from regard.recipe import FILES, Recipe, split_setting
-from regard.training.directory import open_base
 from regard.training.fit import TrainingReport, fit
-from regard.training.launch import has_launcher
+from regard.training.log import with_sinks
 from regard.training.plan import check_model
 from regard.training.report import Reporter, format_score
-from regard.training.sinks import with_sinks
+from regard.training.weights import open_base
 
 SWEEP = "sweep.json"
-CACHE = "data"  # below the directory of the sweep
-LONGEST_NAME = 120  # bytes of a directory's name
-MOST_RUNS = 10_000
-_OPENING, _CLOSING = "[{(", "]})"
+CACHE = "data"  # subdirectory with prepared data
+MAX_NAME_LENGTH = 120  # of a directory
+MAX_RUNS = 10_000
+OPENING = "[{("
+CLOSING = "]})"
 
 State = Literal["waiting", "finished", "failed", "stopped"]
 
@@ -47,23 +47,23 @@ class Point:
 
     @property
     def name(self) -> str:
-        """The name of its directory: the settings, or as much of them as a file system takes, and a hash."""
+        """The name of its directory: the settings, cut and with a hash if they are not a valid file name."""
         name = ",".join(f"{key}={value}" for key, value in self.values().items())
         safe = re.sub(r"[^A-Za-z0-9._=,+-]", "_", name)
-        if safe == name and len(name) <= LONGEST_NAME:
+        if safe == name and len(name) <= MAX_NAME_LENGTH:
             return name
-        return f"{safe[:LONGEST_NAME]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
+        return f"{safe[:MAX_NAME_LENGTH]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
 
     def values(self) -> dict[str, str]:
-        """The value of every swept key, as it is shown."""
+        """The normalised value of every swept key."""
         return {key: _shown(raw) for key, raw in map(split_setting, self.settings)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """What has become of a point."""
+    """The result of a point."""
 
-    run: str  # its directory, below that of the sweep
+    run: str  # subdirectory
     settings: dict[str, str]
     state: State = "waiting"
     metric: str | None = None
@@ -76,20 +76,20 @@ class Row:
 
 @dataclass
 class Sweep:
-    """The table of a sweep, written to its directory whenever it changes."""
+    """The table of a sweep; every change is written to its directory."""
 
     path: Path
     rows: list[Row] = field(default_factory=list)
-    on_ray: bool = False  # runs have the same number of processes when the sweep goes on
+    on_ray: bool = False  # a resumed sweep uses Ray again, with the same number of processes per run
 
     @property
     def best(self) -> Row | None:
-        """The run with the best metric; None if there is none, or if not all were judged by the same."""
-        judged = [row for row in self.rows if row.value is not None and row.value == row.value]
-        if len({row.metric for row in judged}) != 1:
+        """The run with the best metric, or None if no run has a metric or their metrics differ."""
+        scored = [row for row in self.rows if row.value is not None and row.value == row.value]
+        if len({row.metric for row in scored}) != 1:
             return None
-        sign = 1 if judged[0].metric in LOWER_IS_BETTER else -1
-        return min(judged, key=lambda row: sign * (row.value or 0.0))
+        sign = 1 if scored[0].metric in LOWER_IS_BETTER else -1
+        return min(scored, key=lambda row: sign * (row.value or 0.0))
 
     def update(self, index: int, **changes: Any) -> None:
         self.rows[index] = replace(self.rows[index], **changes)
@@ -104,9 +104,9 @@ class Sweep:
 def make_points(
     sweeps: Sequence[str], make_recipe: Callable[[Sequence[str]], Recipe], sample: int | None = None
 ) -> list[Point]:
-    """All combinations of `key=value,value` settings, or a random `sample` of them, the same for the same seed.
+    """All combinations of `key=value,value` settings, or a random sample of this size, by the seed of the recipe.
 
-    `make_recipe` makes the recipe of some settings. A mistake in any of them is an error.
+    `make_recipe` turns settings into a recipe. A mistake in any combination raises UserError.
     """
     grid: dict[str, list[str]] = {}
     for sweep in sweeps:
@@ -115,15 +115,15 @@ def make_points(
         key, raw = split_setting(sweep)
         values = list({_shown(value): value for value in split_values(raw)}.values())
         if key in grid:
-            raise UserError(f"--sweep {key}: is given twice; write all of its values after one --sweep")
+            raise UserError(f"--sweep {key}: is given twice; write all values after one --sweep")
         if not all(values):
             raise UserError(f"--sweep {sweep}: a value is missing; write them as {key}=value,value")
         grid[key] = values
     total = 1
     for values in grid.values():
         total *= len(values)
-    if total > MOST_RUNS:
-        raise UserError(f"--sweep: {total:,} combinations are too many (at most {MOST_RUNS:,}); leave out some values")
+    if total > MAX_RUNS:
+        raise UserError(f"--sweep: {total:,} combinations are too many (at most {MAX_RUNS:,}); leave out some values")
     combinations = [
         tuple(f"{key}={value}" for key, value in zip(grid, values, strict=True)) for values in product(*grid.values())
     ]
@@ -138,15 +138,15 @@ def make_points(
 
 
 def split_values(text: str) -> list[str]:
-    """The values of a list with commas; those inside of brackets or quotes separate nothing."""
+    """Split at commas outside of brackets and quotes."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
             quote = "" if character == quote else quote
         elif character in "\"'":
             quote = character
-        elif character in _OPENING + _CLOSING:
-            depth += 1 if character in _OPENING else -1
+        elif character in OPENING + CLOSING:
+            depth += 1 if character in OPENING else -1
         if character == "," and not quote and depth <= 0:
             values.append("")
         else:
@@ -155,7 +155,7 @@ def split_values(text: str) -> list[str]:
 
 
 def _shown(raw: str) -> str:
-    """A value in one form: 1e-3 and 0.001 are the same."""
+    """Normalise a value, so that 1e-3 and 0.001 are equal."""
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
     except (tomllib.TOMLDecodeError, ValueError, RecursionError):
@@ -164,29 +164,30 @@ def _shown(raw: str) -> str:
 
 
 def _check(point: Point) -> None:
-    """Refuse what no run could begin with, before the first one does."""
+    """Report mistakes in a point before the first run begins."""
     if any(STDIN in (getattr(point.recipe.data, name) or ()) for name in FILES):
         raise UserError(
-            f"--sweep: every run reads the data, which stdin ({STDIN}) gives once; write it to a file first"
+            f"--sweep: every run reads the data, but stdin ({STDIN}) can be read once; write it to a file first"
         )
     try:
-        check_model(point.recipe, open_base(point.recipe)[0])
+        base = open_base(point.recipe)
+        check_model(point.recipe, base and base.config)
     except UserError as error:
         raise UserError(f"{', '.join(point.settings)}: {error}") from None
 
 
 def check_sweep(out: str | Path, resume: bool) -> None:
-    """Refuse a directory in which no sweep can begin, or go on with `resume`."""
+    """Raise UserError if no sweep can begin in a directory or, with `resume`, continue there."""
     if has_launcher():
-        raise UserError("--sweep: starts its runs itself; under torchrun start one run at a time")
+        raise UserError("--sweep: starts its runs itself; with torchrun train one run at a time")
     if not str(out):
-        raise UserError("--out: is empty; name the directory that the sweep is written to")
+        raise UserError("--out: is empty; name the directory for the sweep")
     if not resume and (Path(out) / SWEEP).exists():
-        raise UserError(f"{out}: there is a sweep already; continue it with --resume, or choose another --out")
+        raise UserError(f"{out}: contains a sweep; continue it with --resume, or choose another --out")
 
 
 def was_on_ray(out: str | Path) -> bool | None:
-    """Whether the sweep in a directory was begun on Ray; None if there is none."""
+    """Whether the sweep in a directory was begun on Ray; None without a sweep."""
     path = Path(out) / SWEEP
     return bool(read_json(path).get("ray")) if path.is_file() else None
 
@@ -194,7 +195,7 @@ def was_on_ray(out: str | Path) -> bool | None:
 def open_sweep(
     points: Sequence[Point], out: str | Path, resume: bool, on_ray: bool = False
 ) -> tuple[Sweep, list[Point]]:
-    """Begin a sweep in a directory, or go on with the one there -> its table, and the points that share their data."""
+    """Begin or continue a sweep -> its table, and the points with a shared cache for their data."""
     check_sweep(out, resume)
     path = Path(out)
     try:
@@ -203,16 +204,18 @@ def open_sweep(
         raise UserError(f"{path}: cannot make this directory: {error.strerror or error}") from None
     sweep = Sweep(path, [Row(point.name, point.values()) for point in points], on_ray)
     sweep.save()
-    return sweep, [replace(point, recipe=_with_cache(point.recipe, path / CACHE)) for point in points]
+    shared = str((path / CACHE).resolve())
+    recipes = [point.recipe.with_data(cache=point.recipe.data.cache or shared) for point in points]
+    return sweep, [replace(point, recipe=recipe) for point, recipe in zip(points, recipes, strict=True)]
 
 
 def run_sweep(
     points: Sequence[Point], out: str | Path, resume: bool, display: Callable[[], Reporter], log: Sequence[str] = ()
 ) -> Sweep:
-    """Train every point, one after the other; one that fails is noted in the table, and the others go on.
+    """Train all points one after the other. Failures are written to the table and do not stop the sweep.
 
-    With `resume`, finished runs are left as they are, and one that was interrupted goes on. `display` makes that of a
-    run, and `log` names the sinks of its events. A signal stops the run, as `fit` does, and the sweep.
+    With `resume`, finished runs are skipped and an interrupted one continues. `display` creates the reporter of a run,
+    `log` names the sinks of its events. A signal stops the current run (see `fit`) and the sweep.
     """
     sweep, points = open_sweep(points, out, resume)
     for index, point in enumerate(points):
@@ -224,14 +227,14 @@ def run_sweep(
         except (SystemExit, KeyboardInterrupt):  # a signal
             sweep.update(index, state="stopped")
             reporter.say(
-                f"the sweep stopped at run {index + 1} of {len(points)}; the same command with --resume goes on"
+                f"the sweep stopped at run {index + 1} of {len(points)}; continue it by the same command with --resume"
             )
             raise
     return sweep
 
 
 def train_point(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> dict[str, Any]:
-    """Train a run -> what its row says, also if it fails."""
+    """Train a run -> the fields of its row; a failure is one of them."""
     try:
         return _result(fit(recipe, run, resume, reporter))
     except UserError as error:
@@ -242,13 +245,6 @@ def train_point(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> 
         problem = f"not enough memory: {error}"
     reporter.say(f"failed: {problem}")
     return {"state": "failed", "error": problem}
-
-
-def _with_cache(recipe: Recipe, cache: Path) -> Recipe:
-    """Let the runs of a sweep share what is prepared of their data, unless the recipe names a cache."""
-    if recipe.data.cache is not None:
-        return recipe
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache": str(cache.resolve())})})
 
 
 def _result(report: TrainingReport) -> dict[str, Any]:
@@ -264,12 +260,12 @@ def _result(report: TrainingReport) -> dict[str, Any]:
 
 
 def describe_sweep(sweep: Sweep) -> str:
-    """Which run is best, and how many failed."""
+    """The best run and the number of failed runs, in words."""
     failed = sum(row.state == "failed" for row in sweep.rows)
     failures = f"; {plural(failed, 'run')} failed" if failed else ""
     best = sweep.best
     if best is not None and best.metric is not None:
         return f"best: {sweep.path / best.run} ({format_score(best.metric, best.value)}){failures}"
     metrics = sorted({row.metric for row in sweep.rows if row.metric is not None})
-    why = f"runs were judged by different metrics ({', '.join(metrics)})" if len(metrics) > 1 else "none has a metric"
+    why = f"the runs have different metrics ({', '.join(metrics)})" if len(metrics) > 1 else "none has a metric"
     return f"no best run: {why}{failures}"

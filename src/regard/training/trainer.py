@@ -8,29 +8,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from regard.errors import UserError
 from regard.model import Model
-from regard.recipe import Train
+from regard.parallel.ranks import STOP_SIGNALS, ProcessGroup, is_lost_connection
 from regard.run import mean_weights
 from regard.training.checkpoint import Best, CheckpointManager, Progress, Scores, Tensors, Window, better
-from regard.training.distributed import ProcessGroup, is_lost_connection
-from regard.training.loader import DataLoader
+from regard.training.directory import New, Resumed
+from regard.training.log import LOG, Log
 from regard.training.plan import Budget, validation_due
-from regard.training.report import LOG, Event, Log, Reporter
+from regard.training.report import Event, Reporter
 from regard.training.step import Stepper
 
 CHECKPOINT_SECONDS = 120.0
-SAVING_SHARE = 1 / 20  # of the time, at most
-MOST_SKIPS = 3  # in a row
-CAUGHT = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+SAVING_SHARE = 1 / 20  # maximum share of the time
+MAX_SKIPS = 3  # in a row
 
 
 class Stopped(SystemExit):
-    """A signal stopped training, which has saved its state; uncaught, the process ends with 128 + signal."""
+    """A signal stopped training after its state was saved; uncaught, the process exits with 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -42,9 +40,9 @@ class Aborted(SystemExit):
 
 
 class Signals:
-    """Records signals, which the loop asks for between steps. A second signal ends the process at once.
+    """Records signals for the loop to check between steps. A second signal ends the process immediately.
 
-    Not so if a launcher started it: schedulers signal all processes, and the launcher passes on what it gets itself.
+    A process that was `launched` ignores the second signal: it gets one from the scheduler and one from its launcher.
     """
 
     def __init__(self, launched: bool = False) -> None:
@@ -55,8 +53,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            # nohup has SIGHUP ignored, and so it stays; a shell does that to SIGINT for all that runs in the background
-            caught = [n for n in CAUGHT if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+            # nohup ignores SIGHUP, which is respected; shells ignore SIGINT for all background jobs, which is not
+            caught = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
             self._old = {number: signal.signal(number, self._handle) for number in caught}
         return self
 
@@ -74,8 +72,8 @@ class Signals:
             raise Stopped(number)
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises Stopped where it arrives: for work that can be long and changes nothing."""
+    def immediate(self) -> Iterator[None]:
+        """Raise Stopped as soon as a signal arrives, for long work without side effects."""
         if self.received:
             raise Stopped(self.received)
         self._raise = True
@@ -88,41 +86,39 @@ class Signals:
 class Trainer:
     """Trains a model and keeps its run directory up to date.
 
-    `validate` gives the loss and the metric of the recipe; all processes call it, with the same result.
+    `validate` returns the loss and the metric of the recipe; all processes call it, with the same result.
     """
 
     def __init__(
         self,
         model: Model,
-        train: Train,
-        loader: DataLoader,
+        setup: New | Resumed,
         validate: Callable[[Model], Scores],
-        run: Path,
         group: ProcessGroup,
         reporter: Reporter,
         signals: Signals,
     ) -> None:
         self.model = model
-        self.train = train
-        self.loader = loader
+        self.train = setup.recipe.train
+        self.loader = setup.loader
         self.validate = validate
         self.group = group
         self.reporter = reporter
         self.signals = signals
-        self.budget = Budget.of(train)
-        self.progress = Progress()
-        self.stepper = Stepper(model, train, group)
-        self.checkpoints = CheckpointManager(run, self.stepper)
-        self._steps_per_epoch = math.ceil(loader.batches_in(0) / train.accumulate)
+        self.budget = Budget.of(self.train)
+        self.progress = setup.progress if isinstance(setup, Resumed) else Progress()
+        self.stepper = Stepper(model, self.train, group)
+        self.checkpoints = CheckpointManager(setup.path, self.stepper)
+        self._steps_per_epoch = math.ceil(self.loader.batches_in(0) / self.train.accumulate)
         self._log: Log | None = None  # of the first process
         self._saved_at = self._logged_at = self._began = 0.0
-        self._save_seconds: float | None = 0.0  # that the last checkpoint took, with the step after it
-        self._unfit_in_a_row = 0  # steps of which nothing fits into memory
+        self._save_seconds: float | None = 0.0  # duration of the last checkpoint and the step after it
+        self._unfit_in_a_row = 0  # steps in which no example fits into memory
 
     def run(self, start: Event) -> Progress:
-        """Train from the last checkpoint, or from the beginning, to the end. `start` opens the log.
+        """Train to the end; `start` has the facts for the first line of the log.
 
-        The run is not marked as finished before `mark_finished` is called.
+        The run counts as finished only after `mark_finished` is called.
         """
         self._restore()
         self._began = time.monotonic() - self.progress.seconds
@@ -135,14 +131,14 @@ class Trainer:
         except RuntimeError as error:
             if not self.signals.received or not is_lost_connection(error):
                 raise
-            raise Stopped(self.signals.received) from None  # the first process has saved, and ended before this one
+            raise Stopped(self.signals.received) from None  # the first process has saved and ended
         finally:
             if self._log is not None:
                 self._log.close()
         return self.progress
 
     def mark_finished(self) -> None:
-        """Save that nothing is left to do: last of all, when all files of the run are written."""
+        """Record the end of training, after all files of the run are written."""
         self.checkpoints.files.save(self.progress, {})
 
     def _loop(self) -> None:
@@ -162,20 +158,19 @@ class Trainer:
     # Steps
 
     def _step(self) -> int:
-        """Take one step -> the signal that asks to stop, or 0. All processes agree on everything.
+        """Take one step -> the number of a signal to stop, or 0. All processes get the same result.
 
-        The norm is not gathered: all processes have the same gradients.
+        The norm is not gathered because all processes have the same gradients.
         """
-        progress, window = self.progress, self.progress.window
+        progress = self.progress
+        window = progress.window
         batches = self.loader.step(progress.epoch, progress.batch, self.group.rank, self.group.size)
         if batches.begins_epoch:
             self.stepper.objective.segment_memory = None
         step = progress.step + 1
         rate = self.stepper.rate(step, self._done())
         nll, smoothed, norm = self.stepper.backward(step, batches.shares)
-        failures = self.stepper.memory_failures
-        numbers = [nll, smoothed, self._clock(), float(self.signals.received), failures.count, failures.tokens]
-        gathered = self.group.gather_later(numbers)
+        gathered = self.group.gather_later([nll, smoothed, self._clock(), float(self.signals.received)])
         moved = self.stepper.update(step, rate, norm)
         ranks = gathered()
         progress.seconds = ranks[0][2]
@@ -185,9 +180,10 @@ class Trainer:
         progress.tokens += batches.tokens
         if progress.batch >= self.loader.batches_in(progress.epoch):
             progress.epoch, progress.batch = progress.epoch + 1, 0
-        nll, smoothed, failed, unfit = (sum(row[i] for row in ranks) for i in (0, 1, 4, 5))
-        tokens = max(0, batches.tokens - int(unfit))
-        if failed:
+        nll, smoothed = (sum(row[i] for row in ranks) for i in (0, 1))
+        failures = self.stepper.memory_failures  # only a single process goes on after one
+        tokens = max(0, batches.tokens - failures.tokens)
+        if failures.count:
             self._report_memory(batches.locate, tokens)
         if moved and tokens:
             progress.skipped_in_a_row = 0
@@ -209,34 +205,32 @@ class Trainer:
         progress = self.progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
-        self.stepper.objective.segment_memory = None  # it may hold what is not finite
+        self.stepper.objective.segment_memory = None  # it may not be finite
         self._event("skip", step=progress.step, loss=loss, norm=norm)
-        if progress.skipped_in_a_row >= MOST_SKIPS:
+        if progress.skipped_in_a_row >= MAX_SKIPS:
             raise UserError(
-                f"training diverges: loss or gradients were not finite in {MOST_SKIPS} steps in a row, the last being "
-                f"step {progress.step}; these steps did not touch the weights\n"
+                f"training diverges: loss or gradients were not finite in {MAX_SKIPS} steps in a row, the last being "
+                f"step {progress.step}; these steps did not change the weights\n"
                 f"  start again with a lower learning rate (train.lr, now {self.train.lr:g}), a longer warm-up "
                 f"(train.warmup, now {self.train.warmup}), clipping (train.clip, now {self.train.clip:g})"
                 + (", or train.precision=fp32" if self.train.precision != "fp32" else "")
             )
 
     def _report_memory(self, locate: Callable[[int, int], str], tokens: int) -> None:
-        """Count and report that memory ran out in a step of which so many tokens are left; all processes call it."""
-        progress, failures = self.progress, self.stepper.memory_failures
-        mine = (failures.count, failures.pieces, [locate(*example) for example in failures.examples])
-        ranks = self.group.gather_json(mine)
-        skipped = [name for _, _, names in ranks for name in names]
-        progress.memory_failures += sum(count for count, _, _ in ranks)
+        """Count and report that memory ran out in a step that trained on this number of tokens nevertheless."""
+        progress = self.progress
+        failures = self.stepper.memory_failures
+        skipped = [locate(*example) for example in failures.examples]
+        progress.memory_failures += failures.count
         progress.unfit += len(skipped)
-        pieces = sum(pieces for count, pieces, _ in ranks if count)
-        self._event("memory", step=progress.step, pieces=pieces, skipped=skipped)
+        self._event("memory", step=progress.step, pieces=failures.pieces, skipped=skipped)
         self._unfit_in_a_row = 0 if tokens else self._unfit_in_a_row + 1
-        if self._unfit_in_a_row >= MOST_SKIPS:
+        if self._unfit_in_a_row >= MAX_SKIPS:
             raise UserError(
-                f"not enough memory: in {MOST_SKIPS} steps in a row, the last being step {progress.step}, not one "
-                f"example fits even alone, such as {skipped[0]}\n"
-                "  take a smaller model (model.width, model.layers), leave out long examples (data.max_length) or "
-                "shorten rows of text (train.context), use fewer processes (train.workers), or free memory"
+                f"not enough memory: in {MAX_SKIPS} steps in a row, the last being step {progress.step}, no single "
+                f"example fits, such as {skipped[0]}\n"
+                "  use a smaller model (model.width, model.layers), leave out long examples (data.max_length) or "
+                "shorten rows of text (train.context), or free memory"
             )
 
     def _log_window(self, rate: float) -> None:
@@ -262,7 +256,7 @@ class Trainer:
         return self.budget.done(self.progress.step, self._epochs(), self.progress.seconds)[0]
 
     def _over(self) -> str | None:
-        """The reason why the run ends now, or None; always after a validation."""
+        """The reason why the run ends now, or None; a run ends only after a validation."""
         progress = self.progress
         done, name = self.budget.done(progress.step, self._epochs(), progress.seconds)
         if done >= 1 and progress.validated == progress.step:
@@ -280,7 +274,7 @@ class Trainer:
     # Validation
 
     def _validate(self) -> None:
-        """Score the weights (or their moving average), keep them if they are the best so far, and save."""
+        """Validate the weights (or their moving average) and save; they become the model if they are the best."""
         progress = self.progress
         weights = None if self.stepper.ema is None else self.stepper.ema.weights
         began = progress.seconds
@@ -288,7 +282,7 @@ class Trainer:
         progress.validated = progress.step
         progress.validated_at = progress.seconds
         progress.validation_seconds += progress.seconds - began
-        # With a price on heads, later weights have fewer of them: the last weights count, not the best.
+        # With a penalty on heads, later weights have fewer heads: the last weights count, not the best.
         improved = self.train.l0 > 0 or better(self.train.metric, scores, progress.best)
         if improved:
             progress.best = Best(step=progress.step, value=scores[self.train.metric], scores=scores)
@@ -303,14 +297,14 @@ class Trainer:
         self._save()
 
     def _scores(self, weights: Tensors | None) -> Scores:
-        """Validate with these weights; the same on all processes, as is the time afterwards.
+        """Validate with these weights; all processes get the same scores and the same time.
 
-        A signal that arrives meanwhile stops the run as it was before; the resumed run validates again.
+        A signal during validation saves the state before it; the resumed run validates again.
         """
-        alone = self.group.first and not self.stepper.sharded  # a sharded run is saved by all processes together
-        at_once = self.signals.at_once() if alone else nullcontext()
+        saves_alone = self.group.first and not self.stepper.sharded  # a sharded run is saved by all processes together
+        immediate = self.signals.immediate() if saves_alone else nullcontext()
         try:
-            with self.stepper.evaluated(weights) as model, at_once:
+            with self.stepper.evaluated(weights) as model, immediate:
                 scores = self.validate(model)
         except Stopped as stopped:
             self._stop(stopped.number)
@@ -319,14 +313,14 @@ class Trainer:
         return scores
 
     def _checkpoint_due(self) -> bool:
-        """Whether to save now; all processes agree, for the time is that of the first."""
+        """Whether to save now, by the clock of the first process."""
         seconds = self.progress.seconds - self._saved_at
-        if self._save_seconds is None:  # the clock was read last before the checkpoint, and now after it
+        if self._save_seconds is None:  # the first step after a checkpoint
             self._save_seconds = seconds
         return seconds >= max(CHECKPOINT_SECONDS, self._save_seconds / SAVING_SHARE)
 
     def _save(self) -> None:
-        """Write a checkpoint; it never changes what is computed."""
+        """Write a checkpoint; this does not change what is computed."""
         self._saved_at, self._save_seconds = self.progress.seconds, None
         if self._log is not None:
             self._log.sync()
@@ -334,7 +328,7 @@ class Trainer:
         self.checkpoints.save(self.progress)
 
     def _stop(self, number: int) -> NoReturn:
-        """Save, and end as a signal asks."""
+        """Save and raise Stopped."""
         self._save()
         self.reporter.say(
             f"{signal.Signals(number).name}: saved at step {self.progress.step:,}; continue with --resume"
@@ -342,18 +336,21 @@ class Trainer:
         raise Stopped(number)
 
     def _restore(self) -> None:
-        self.progress = self.checkpoints.restore()
-        self.progress.finished = None
-        self.checkpoints.recover(self.progress)
-        self._saved_at = self._logged_at = self.progress.seconds
-        steps = [int(row[0]) for row in self.group.gather([float(self.progress.step)])]
+        """Load the last checkpoint of a resumed run."""
+        progress = self.progress
+        if progress.step:
+            self.checkpoints.restore(progress.step)
+            self.checkpoints.recover(progress)
+        progress.finished = None
+        self._saved_at = self._logged_at = progress.seconds
+        steps = [int(row[0]) for row in self.group.gather([float(progress.step)])]
         if len(set(steps)) > 1:
             raise RuntimeError(f"training processes found different checkpoints: steps {steps}")
 
     # The end
 
     def _finish(self, reason: str) -> None:
-        """Average the last checkpoints if asked to, and log the end."""
+        """Average the last checkpoints if configured, and log the end."""
         progress = self.progress
         if len(progress.kept) > 1:
             self._average()
@@ -367,9 +364,9 @@ class Trainer:
             progress.log_bytes = self._log.position
 
     def _average(self) -> None:
-        """The mean of the last validated weights becomes the model if it is at least as good as the best of them."""
+        """Average the last validated weights; the mean becomes the model if it is at least as good as the best."""
         progress = self.progress
-        self.group.gather([0.0])  # wait for the first process, which may still be writing them
+        self.group.gather([0.0])  # wait for the first process to write them
         weights = mean_weights(map(self.checkpoints.files.kept, progress.kept))
         scores, count = self._scores(weights), len(progress.kept)
         same = progress.best is not None and scores == progress.best.scores

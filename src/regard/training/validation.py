@@ -1,6 +1,6 @@
 """Validation: loss and accuracy with teacher forcing, without dropout or smoothing, and for pairs a decoding metric.
 
-Each process scores its share of the batches; the scores are those of all.
+Each process computes a part of the batches; all processes get the scores of all of them.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from regard.errors import UserError, plural
 from regard.loss import Loss, Objective, join_memories, memory_rows
 from regard.metrics import measure
 from regard.model import Model
+from regard.parallel.ranks import ProcessGroup
 from regard.recipe import Recipe
 from regard.run import Run
 from regard.tasks import TASKS, Reads
 from regard.training.checkpoint import Scores
-from regard.training.distributed import ProcessGroup
-from regard.training.loader import IMAGES, chunks
+from regard.training.loader import BATCH_IMAGES, chunks
 
-LOSS_EXAMPLES = 10_000  # validated on so many, at most
-LOSS_TOKENS = 1 << 18  # of plain text
-DECODED_EXAMPLES = 1_000  # validated by decoding, at most
+MAX_LOSS_EXAMPLES = 10_000
+MAX_LOSS_TOKENS = 1 << 18  # of plain text
+MAX_DECODED_EXAMPLES = 1_000
 
 
 def spread(count: int, most: int) -> Indices:
-    """Indices of at most `most` out of `count` examples, evenly spread."""
+    """The indices of at most `most` of `count` examples, evenly spread."""
     return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
 @torch.inference_mode()
 def mean_scores(model: Model, batches: Iterable[Batch], group: ProcessGroup) -> Scores:
-    """Mean negative log-probability of a label, and how many per hundred scored highest, over all processes."""
+    """The mean negative log-probability of a label, and the accuracy in percent, over all processes."""
     objective = Objective(model).eval()
     nll, correct, tokens = 0.0, 0.0, 0.0
     for batch in batches:
@@ -61,7 +61,7 @@ def mean_scores(model: Model, batches: Iterable[Batch], group: ProcessGroup) -> 
 
 
 def _losses(objective: Objective, batch: Batch, device: torch.device) -> Iterator[Loss]:
-    """The loss of a batch, in parts if memory runs out."""
+    """The loss of a batch, split into parts if memory runs out."""
     before, after = objective.segment_memory, []
 
     def read(rows: slice) -> Loss:
@@ -73,16 +73,16 @@ def _losses(objective: Objective, batch: Batch, device: torch.device) -> Iterato
     for rows, loss in in_parts(read, count):
         if loss is None:
             size = plural(batch.rows(rows).size, "token")
-            raise UserError(f"not enough memory to validate: one example of {size} does not fit even alone")
+            raise UserError(f"not enough memory to validate: a single example of {size} does not fit")
         after.append(objective.segment_memory)
         yield loss
     objective.segment_memory = join_memories(after)
 
 
 class Validation:
-    """Scores a model on validation data: `cut` are its batches as indices, of which `make` makes one."""
+    """Scores a model on validation data: `cut` has the batches as indices, `make` turns one into a Batch."""
 
-    signatures: Mapping[str, str] = MappingProxyType({})  # of metrics that have one
+    signatures: Mapping[str, str] = MappingProxyType({})  # by metric
 
     def __init__(
         self, task: str, cut: Sequence[Indices], make: Callable[[Indices], Batch], group: ProcessGroup
@@ -91,35 +91,35 @@ class Validation:
         self._cut, self._make, self._group = cut, make, group
 
     def __call__(self, model: Model) -> Scores:
-        """The loss and the metric of the recipe; called by all processes, with the same result."""
+        """The loss and the metric of the recipe. All processes must call this; they get the same result."""
         mine = self._cut[self._group.rank :: self._group.size]
         scores = mean_scores(model, (self._make(rows) for rows in mine), self._group)
         return {name: scores[name] for name in self._scores}
 
 
 class LabelledValidation(Validation):
-    """On texts with labels."""
+    """Validation on texts with labels."""
 
     def __init__(self, recipe: Recipe, prepared: Prepared[Corpus], config: Config, group: ProcessGroup) -> None:
         corpus = prepared.valid
-        rows = spread(len(corpus), LOSS_EXAMPLES)
+        rows = spread(len(corpus), MAX_LOSS_EXAMPLES)
         lengths = corpus.source_lengths[rows], corpus.target_lengths[rows]
         cut = Batches(*lengths, 0, 0, recipe.train.batch_tokens)
         super().__init__(recipe.task, [rows[batch] for batch in cut], lambda batch: corpus.batch(batch, config), group)
 
 
 class PairValidation(LabelledValidation):
-    """On pairs: the loss, and the metric of what is decoded."""
+    """Validation on pairs: the loss, and the metric of decoded outputs."""
 
     def __init__(self, recipe: Recipe, prepared: Prepared[Corpus], config: Config, group: ProcessGroup) -> None:
         super().__init__(recipe, prepared, config, group)
-        self._scores = ["loss"]  # accuracy is that of decoded sequences here, not of tokens
+        self._scores = ["loss"]  # for pairs, accuracy is a metric of decoded outputs
         self._codec = prepared.codec
         self._metric = recipe.train.metric
-        # An untrained model never ends; what is longer than any reference by a fifth is wrong whatever follows.
+        # Outputs of untrained models do not end. An output a fifth longer than every reference is wrong anyway.
         longest = prepared.valid.target_lengths.longest * 6 // 5 + 5
         self._options = Options(beam=recipe.train.validate_beam, max_length=longest)
-        rows = spread(len(prepared.valid_examples), DECODED_EXAMPLES)
+        rows = spread(len(prepared.valid_examples), MAX_DECODED_EXAMPLES)
         self._examples = [prepared.valid_examples[row] for row in rows]
 
     def __call__(self, model: Model) -> Scores:
@@ -143,24 +143,24 @@ class PairValidation(LabelledValidation):
 
 
 class ImageValidation(Validation):
-    """On images with labels."""
+    """Validation on images with labels."""
 
     def __init__(self, recipe: Recipe, prepared: Prepared[Images], config: Config, group: ProcessGroup) -> None:
         images, pixels = prepared.valid, prepared.pixels
         assert pixels is not None
-        cut = chunks(spread(len(images), LOSS_EXAMPLES), recipe.train.batch_examples or IMAGES)
+        cut = chunks(spread(len(images), MAX_LOSS_EXAMPLES), recipe.train.batch_examples or BATCH_IMAGES)
         super().__init__(recipe.task, cut, lambda batch: image_batch(*images.read(batch, pixels)), group)
 
 
 class TextValidation(Validation):
-    """On plain text; the same tokens are masked every time."""
+    """Validation on plain text. The same tokens are masked every time."""
 
     def __init__(self, recipe: Recipe, prepared: Prepared[Stream], config: Config, group: ProcessGroup) -> None:
         stream, train = prepared.valid, recipe.train
         objective = TEXT_OBJECTIVES[recipe.task](stream, prepared.codec, config, train)
         windows, rows = objective.windows, rows_of(train)
-        most = max(1, LOSS_TOKENS // windows.stride)
-        if config.has_memory:  # lanes that are read from their beginning
+        most = max(1, MAX_LOSS_TOKENS // windows.stride)
+        if config.has_memory:  # lanes are read from their beginning
             cut = windows.lanes(rows)[: max(1, most // rows)]
         else:
             starts = windows.starts()
@@ -171,7 +171,7 @@ class TextValidation(Validation):
             return batch.part(slice(None), batch.tokens)
 
         super().__init__(recipe.task, cut, make, group)
-        self._per_character = "bits_per_char" in TASKS[recipe.task].evaluation  # the loss is that of every token
+        self._per_character = "bits_per_char" in TASKS[recipe.task].evaluation  # the loss is over all tokens
         self._tokens_per_character = (len(stream) - 1) / max(1, stream.characters)
 
     def __call__(self, model: Model) -> Scores:
@@ -189,5 +189,5 @@ VALIDATIONS: Mapping[Reads, Callable[[Recipe, Prepared[Any], Config, ProcessGrou
 
 
 def make_validation(recipe: Recipe, prepared: Prepared[Any], config: Config, group: ProcessGroup) -> Validation:
-    """The validation data as scores."""
+    """The validation for the task of a recipe."""
     return VALIDATIONS[TASKS[recipe.task].reads](recipe, prepared, config, group)

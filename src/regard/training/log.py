@@ -1,17 +1,17 @@
-"""Other places that the log of a run goes to: TensorBoard, MLflow and Weights & Biases, each an optional library.
-
-A sink begins with all that is in the log already, so what it shows is complete for a resumed run too, and for one that
-was begun without it.
-"""
+"""The log of a run, and other places it is sent to: TensorBoard, MLflow and Weights & Biases, all optional."""
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
+import math
+import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,18 +19,69 @@ from typing import Any
 
 from regard.errors import UserError, install
 from regard.suggest import one_of
-from regard.training.report import LOG, Event, Reporter, read_log
+from regard.training.report import Event, Reporter
 
-TENSORBOARD = "tensorboard"  # the directory of its files, in that of the run
+LOG = "log.jsonl"
+TENSORBOARD = "tensorboard"  # subdirectory of the run
+
+
+class Log:
+    """The log of a run: one JSON object per line. Whatever follows `position` in an existing file is removed."""
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self.path = path
+        with self._reported():
+            self._file = path.open("ab", buffering=0)
+            try:
+                self._file.truncate(min(position, path.stat().st_size))
+                self.position = path.stat().st_size
+            except OSError:
+                self._file.close()
+                raise
+
+    def write(self, event: Event) -> None:
+        """Append an event; infinity and NaN become null."""
+        unknown = [key for key, value in event.items() if isinstance(value, float) and not math.isfinite(value)]
+        data = (json.dumps(event | dict.fromkeys(unknown), ensure_ascii=False) + "\n").encode()
+        with self._reported():
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.position += len(data)
+
+    def sync(self) -> None:
+        """Wait until the log is on disk."""
+        with self._reported():
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot write: {error.strerror or error}; the last checkpoint is safe"
+            ) from None
+
+
+def read_log(path: Path) -> list[Event]:
+    """The events of a run, without an incomplete last line."""
+    events = map(json.loads, path.read_bytes().split(b"\n")[:-1])
+    return [event for event in events if isinstance(event, dict)]
+
+
+# Sinks
 
 
 class Sink(Reporter, ABC):
-    """Receives every event of the log once, from its first line on. Subclasses say where numbers and facts go."""
+    """Sends every event of the log to a library, from its first line on, also if the run began without the sink."""
 
     name: str
     package: str
-    command: str  # that installs it
-    module: str  # to import
+    command: str  # to install it
+    module: str
 
     def __init__(self, run: Path) -> None:
         if importlib.util.find_spec(self.package) is None:
@@ -44,7 +95,7 @@ class Sink(Reporter, ABC):
             return
         self.start(importlib.import_module(self.module))
         self._open, self._step = True, 0
-        for each in read_log(self.run / LOG):  # this event is in it
+        for each in read_log(self.run / LOG):  # includes this event
             self._write(each)
 
     def close(self) -> None:
@@ -56,17 +107,17 @@ class Sink(Reporter, ABC):
         if event["event"] == "start":
             self.facts({key: value for key, value in event.items() if key != "event"})
             return
-        self._step = event.get("step", self._step)  # the mean of checkpoints belongs to no step: to the last one
+        self._step = event.get("step", self._step)  # the average of checkpoints belongs to the last step
         if numbers := numbers_of(event):
             self.numbers(numbers, self._step)
 
     @abstractmethod
     def start(self, library: Any) -> None:
-        """Begin, with the imported library."""
+        """Begin a run of the library."""
 
     @abstractmethod
     def facts(self, facts: Mapping[str, Any]) -> None:
-        """Record what is known when training starts."""
+        """Record the facts of the start event."""
 
     @abstractmethod
     def numbers(self, numbers: Mapping[str, float], step: int) -> None:
@@ -74,11 +125,11 @@ class Sink(Reporter, ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Write what is left."""
+        """Close the run of the library."""
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """The numbers of an event, named after it: train/loss."""
+    """The numbers of an event, with names like train/loss."""
     return {
         f"{event['event']}/{key}": value
         for key, value in event.items()
@@ -94,7 +145,9 @@ class TensorBoard(Sink):
     module = "torch.utils.tensorboard"  # which needs the package
 
     def start(self, library: Any) -> None:
-        shutil.rmtree(self.run / TENSORBOARD, ignore_errors=True)  # what an interrupted run wrote beyond its checkpoint
+        shutil.rmtree(
+            self.run / TENSORBOARD, ignore_errors=True
+        )  # an interrupted run may have written more than its checkpoint has
         self._writer = library.SummaryWriter(str(self.run / TENSORBOARD))
 
     def facts(self, facts: Mapping[str, Any]) -> None:
@@ -109,7 +162,7 @@ class TensorBoard(Sink):
 
 
 class MLflow(Sink):
-    """Makes a run of MLflow; its server and experiment are those of the environment (MLFLOW_TRACKING_URI ...)."""
+    """Creates an MLflow run; environment variables choose server and experiment (MLFLOW_TRACKING_URI ...)."""
 
     name = package = module = "mlflow"
     command = "pip install mlflow"
@@ -129,7 +182,7 @@ class MLflow(Sink):
 
 
 class WandB(Sink):
-    """Makes a run of Weights & Biases; its project and mode are those of the environment (WANDB_PROJECT ...)."""
+    """Creates a run of Weights & Biases; environment variables choose project and mode (WANDB_PROJECT ...)."""
 
     name = package = module = "wandb"
     command = "pip install wandb"
@@ -151,7 +204,7 @@ SINKS: Mapping[str, type[Sink]] = MappingProxyType({sink.name: sink for sink in 
 
 
 class Reporters(Reporter):
-    """Several reporters as one: a display, and sinks. A sink that fails is left out from then on; training goes on."""
+    """A display and several sinks. A sink that fails is dropped, and training continues."""
 
     def __init__(self, display: Reporter, sinks: Sequence[Sink]) -> None:
         self._display = display
@@ -179,13 +232,13 @@ class Reporters(Reporter):
     def _attempt(self, sink: Sink, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # of a library, a server or the network: whatever it is, the run matters more
+        except Exception as error:  # of a library, a server or the network; training matters more
             self._sinks.remove(sink)
-            self.say(f"warning: --log {sink.name}: nothing more is sent: {type(error).__name__}: {error}")
+            self.say(f"warning: --log {sink.name}: stopped sending after an error: {type(error).__name__}: {error}")
 
 
 def with_sinks(display: Reporter, names: Sequence[str], run: Path) -> Reporter:
-    """A display with the sinks of these names for a run; a missing library is a UserError."""
+    """A display with the sinks of these names for a run."""
     for name in names:
         if name not in SINKS:
             raise one_of("--log", name, SINKS)

@@ -15,8 +15,8 @@ import pytest
 from kit.backwards import MakeRecipe
 from regard.errors import UserError
 from regard.training.fit import fit
-from regard.training.report import LOG, Event, Reporter, read_log
-from regard.training.sinks import SINKS, TENSORBOARD, Reporters, Sink, numbers_of, with_sinks
+from regard.training.log import LOG, SINKS, TENSORBOARD, Reporters, Sink, numbers_of, read_log, with_sinks
+from regard.training.report import Event, Reporter
 from regard.training.trainer import Stopped
 
 Numbers = set[tuple[str, int, float]]
