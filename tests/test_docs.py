@@ -1,10 +1,8 @@
-"""The documentation is run: every console and Python block, in a directory with the files that they name.
+"""Every console and Python block of the documentation runs, in a directory with the files of its examples.
 
-The tour of the README makes its own files.
-
-Lines that start with `$` are commands; what follows must be found in their output, in order, where `...` stands for
-anything. Commands run as written, except that training is cut to a few steps of a small model. A text block right after
-a Python block is what that one prints.
+The tour of the README makes its own files. In a console block, lines that start with `$` are commands, and the lines
+after a command must occur in its output, in this order; `...` matches anything. Commands run as written, but training
+is limited to a few steps of a small model. A text block right after a Python block is its expected output.
 """
 
 from __future__ import annotations
@@ -57,6 +55,13 @@ def fill_directory(toy: Path, path: Path) -> None:
     (path / "forms.tsv").write_text(
         "".join(f"{s}\tN;{n}\t{s}{n.lower()}\n" for s, _ in rows[:40] for n in ("SG", "PL"))
     )
+    # Some blocks make files that later blocks use. They are here too, because blocks run in any order.
+    (path / "corpus").mkdir()
+    (path / "corpus" / "a.tsv").write_text(pairs)
+    (path / "corpus" / "b.tsv").write_text((toy / "test.tsv").read_text())
+    (path / "pairs.jsonl").write_text("".join(f'{{"de": "{s}", "en": "{t}"}}\n' for s, t in rows))
+    tests = [line.split("\t") for line in (toy / "test.tsv").read_text().splitlines()]
+    (path / "test.ref").write_text("".join(f"{target}\n" for _, target in tests))
     for name in ("g2p", "other", "copy", "first"):
         shutil.copytree(toy / "run", path / "runs" / name)
     (path / "book.txt").write_text("the cat sat on the mat\nand the dog sat on the log\n\n" * 30)
@@ -82,8 +87,8 @@ def test_the_tour_needs_nothing_but_the_demo(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "dictionary", lambda: dict(entries))
     monkeypatch.chdir(tmp_path)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (started,) = re.findall(r"\.venv/bin/(regard demo.*)$", readme, re.MULTILINE)
-    assert shell(f"{started} --minutes 0.05").code == 0
+    (demo_command,) = re.findall(r"\.venv/bin/(regard demo.*)$", readme, re.MULTILINE)
+    assert shell(f"{demo_command} --minutes 0.05").code == 0
     for block in BLOCK.findall(readme):
         run_block(*block)
 
@@ -94,10 +99,10 @@ def run_block(kind: str, text: str, printed: str) -> None:
             exec(compile(text, "docs", "exec"), {})
         assert not printed or out.getvalue() == printed
         return
-    for command, shown in commands(text):
+    for command, expected in commands(text):
         result = shell(command)
         assert result.code == 0, f"{command}\n{result.err}"
-        pattern = ".*".join(re.escape(part) for line in shown for part in (*line.split("..."), ""))
+        pattern = ".*".join(re.escape(part) for line in expected for part in (*line.split("..."), ""))
         assert re.search(pattern, result.out + result.err, re.DOTALL), f"{command}\n{result.out}{result.err}"
 
 
@@ -112,22 +117,28 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def shell(line: str) -> CliResult:
-    """Run a pipeline: regard in this process, everything else by the shell."""
+    """Run a pipeline: regard in this process, other commands in a shell."""
     line, _, rescue = line.partition(" || ")
-    data, err, code = b"", "", 0
+    data = b""
+    err = ""
+    code = 0
     for stage in line.split(" | "):
         words = shlex.split(stage)
         if words[0] == "regard":
             stage, _, file = stage.partition(" > ")
             words = shlex.split(stage)
             result = call(*words[1:], *(short_training(words) if words[1] == "train" else []), stdin=data)
-            data, err, code = result.out.encode(), err + result.err, code or result.code
+            data = result.out.encode()
+            err += result.err
+            code = code or result.code
             if file:
                 Path(file).write_bytes(data)
                 data = b""
         else:
             done = subprocess.run(["bash", "-c", stage], input=data, capture_output=True, check=False)
-            data, err, code = done.stdout, err + done.stderr.decode(), code or done.returncode
+            data = done.stdout
+            err += done.stderr.decode()
+            code = code or done.returncode
     if rescue and code:
         return CliResult(0, data.decode() + err + rescue.removeprefix("echo ").replace("$?", str(code)), "")
     return CliResult(code, data.decode(), err)
@@ -138,10 +149,10 @@ def short_training(words: list[str]) -> list[str]:
     if "--resume" in words:
         return ["--steps", "3"]
     shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
-    here = ["--ray", "off"] if "--sweep" in words and "--ray" not in words else []  # no cluster inside of a test
-    refused = ("heads=2", "ff=64") if "rnn-luong" in words else ()  # recurrent stacks refuse them
-    small = [f"--set={setting}" for setting in SMALL if setting not in refused]
-    return ["--steps", "2", "--workers", "1", *here, *small]
+    no_cluster = ["--ray", "off"] if "--sweep" in words and "--ray" not in words else []
+    refused = ("heads=2", "ff=64") if "rnn-luong" in words else ()  # by recurrent stacks
+    settings = [f"--set={setting}" for setting in SMALL if setting not in refused]
+    return ["--steps", "2", "--workers", "1", *no_cluster, *settings]
 
 
 @pytest.mark.parametrize(
