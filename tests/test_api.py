@@ -119,7 +119,7 @@ WRONG_CALLS = [
     (lambda run: run.attention("abc", beam=0), "beam: input should be greater"),
     (lambda run: run.attention("abc", more=-1), "more is a number of tokens, not int -1"),
     (lambda run: run.attention("abc", more=2), "only a language model goes on"),
-    (lambda run: run.evaluate(["abc"]), r"data\[0\]: one text, str 'abc'"),
+    (lambda run: run.evaluate(["abc"]), r"data\[0\]: is one text, str 'abc'"),
     (lambda run: run.evaluate(ONE, metrics="wer"), r"metrics: takes a list of texts, such as \['wer'\], not one text"),
     (lambda run: run.evaluate(ONE, metrics=5), "evaluate: not valid\n  metrics: .*, not 5"),
     (lambda run: run.evaluate(ONE, metrics=[5]), "metrics.0: .*, not 5"),

@@ -140,7 +140,7 @@ def test_metrics_are_suggested_where_they_exist(word, meanings):
     ("word", "kind"), [("sentencepiece:8000", "unigram"), ("wordpiece:8000", "bpe"), ("whitespace", "space")]
 )
 def test_schemes_by_names_from_other_toolkits(word, kind):
-    with pytest.raises(UserError, match=f"{word}' is not a way of cutting text; did you mean '{kind}'"):
+    with pytest.raises(UserError, match=f"{word}' is not a tokenization scheme; did you mean '{kind}'"):
         parse_scheme(word)
 
 

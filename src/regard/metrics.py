@@ -1,15 +1,15 @@
-"""Metrics: pure functions of hypotheses and references, with bootstrap intervals and p-values; shares are in percent.
+"""Metrics: pure functions of outputs and references, with bootstrap intervals and p-values; shares are in percent.
 
-accuracy    sequences that are right in full
-wer         sequences that are wrong, 100 - accuracy: the word error rate of pronunciation and inflection tasks
+accuracy    share of sequences that equal a reference
+wer         100 - accuracy: the word error rate of pronunciation and inflection tasks
 per, cer    edits per token (separated by spaces) or character of the references
 bleu, chrf, chrf++, ter    by sacrebleu, with its signature
 perplexity  exp of the mean negative log-probability of a token
 
-An example may have several references: sacrebleu takes them all, our own metrics the closest.
+An example may have several references: sacrebleu uses all of them, the other metrics use the closest.
 
-For plain text also: loss, that mean itself; bits_per_char, the same sum in bits per character; pseudo_perplexity, the
-perplexity of masked tokens given all the others.
+Plain text also has: loss, the mean negative log-probability of a token; bits_per_char, their sum in bits per character;
+pseudo_perplexity, the perplexity of masked tokens given all other tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from regard.errors import UserError
 
 Texts = Sequence[str]
 BleuTokenizer = Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab", "flores101", "flores200"]
-References = Sequence[str] | Sequence[tuple[str, ...]]  # one of each example, or several
-Sums = tuple[np.ndarray, np.ndarray]  # per example: numerator and denominator of a ratio of sums
+References = Sequence[str] | Sequence[tuple[str, ...]]  # one or several for each example
+Sums = tuple[np.ndarray, np.ndarray]  # numerators and denominators of all examples, for a ratio of their sums
 
 SAMPLES = 1000
-SEED = 12345  # also sacrebleu's own
+SEED = 12345  # the default of sacrebleu
 LOWER_IS_BETTER = frozenset({"wer", "per", "cer", "ter", "perplexity", "pseudo_perplexity", "loss", "bits_per_char"})
 
 
 class Measurement(NamedTuple):
-    """A score, the bounds of its 95% bootstrap interval, and how it was computed."""
+    """A score, the bounds of its 95% bootstrap interval, and the signature of its computation."""
 
     score: float
     low: float | None = None
@@ -52,27 +52,27 @@ class MetricSettings(Value):
 
     bleu_tokenize: BleuTokenizer = Field(
         "13a",
-        description="Of bleu, as sacrebleu has it: 13a, intl, zh, char or none; with further packages ja-mecab, "
+        description="Tokenizer of sacrebleu for bleu: 13a, intl, zh, char or none; with further packages ja-mecab, "
         "ko-mecab, flores101 or flores200.",
     )
-    lowercase: bool = Field(False, description="Compare without regard to case.")
+    lowercase: bool = Field(False, description="Ignore case.")
 
 
 DEFAULTS = MetricSettings()
-# The tokens of a text; text that is compared as a whole has none.
+# The units of a text that are edited; accuracy and wer compare the whole text.
 UNITS: dict[str, Callable[[str], Sequence[Hashable]]] = {"per": str.split, "cer": str}
 RATIOS = ("accuracy", "wer", *UNITS)
 METRICS = (*RATIOS, "bleu", "chrf", "chrf++", "ter", "perplexity")
 
 
 def closest(output: Sequence[Hashable], references: Sequence[Sequence[Hashable]]) -> tuple[int, Sequence[Hashable]]:
-    """Insertions, deletions and substitutions to the closest reference, and this; of equally close ones the longest."""
+    """The edit distance to the closest reference, and this reference; among equally close ones, the longest."""
     distances = [(Levenshtein.distance(output, reference), reference) for reference in references]
     return min(distances, key=lambda item: (item[0], -len(item[1])))
 
 
 def ratio(name: str, hypotheses: Texts, references: References, settings: MetricSettings = DEFAULTS) -> Sums:
-    """Of each example the numerator and the denominator of one of RATIOS."""
+    """The numerators and denominators of a metric in RATIOS."""
     counts = []
     for output, several in zip(hypotheses, alternatives(references), strict=True):
         if settings.lowercase:
@@ -87,7 +87,7 @@ def ratio(name: str, hypotheses: Texts, references: References, settings: Metric
 
 
 def alternatives(references: References) -> list[tuple[str, ...]]:
-    """All references of each example."""
+    """The references of each example as a tuple."""
     return [(each,) if isinstance(each, str) else each for each in references]
 
 
@@ -98,15 +98,17 @@ def measure(
     samples: int = SAMPLES,
     settings: MetricSettings = DEFAULTS,
 ) -> Measurement:
-    """Compute a metric by name, with a bootstrap interval of that many samples (0: none)."""
+    """Compute a metric, with an interval from this number of bootstrap samples (0: no interval)."""
     if not references:
         raise ValueError("a metric needs at least one example")
     if name in RATIOS:
         measured = _interval(ratio(name, hypotheses, references, settings), _shares, samples)
         return measured._replace(signature=_signature(references, settings))
-    metric, samples = _sacrebleu(name, settings), _affordable(samples, len(references))
+    metric = _sacrebleu(name, settings)
+    samples = _limit_samples(samples, len(references))
     result = metric.corpus_score(list(hypotheses), _streams(references), n_bootstrap=max(1, samples))
-    signature, value = str(metric.get_signature()), float(result.score)  # which may be one of numpy
+    signature = str(metric.get_signature())
+    value = float(result.score)  # it may be a number of numpy
     if samples < 2:
         return Measurement(value, signature=signature)
     low, high = float(result._mean - result._ci), float(result._mean + result._ci)
@@ -116,18 +118,18 @@ def measure(
 def measure_perplexity(
     log_probabilities: Sequence[float], tokens: Sequence[int], samples: int = SAMPLES
 ) -> Measurement:
-    """Perplexity per token, from the log-probability and the number of tokens (end included) of each sequence."""
+    """Perplexity per token, from the log-probability and the number of tokens (with end token) of each sequence."""
     return measure_ratio(-np.asarray(log_probabilities, float), np.asarray(tokens, float), samples, exponential=True)
 
 
 def measure_ratio(
     amounts: np.ndarray, totals: np.ndarray, samples: int = SAMPLES, exponential: bool = False
 ) -> Measurement:
-    """A ratio of sums, or exp of it, with its interval; the elements of the arrays are resampled."""
+    """A ratio of sums, or its exponential, with the interval from resampling the elements of the arrays."""
 
     def score(amounts: Any, totals: Any) -> np.ndarray:
         ratios = np.asarray(amounts / np.maximum(totals, 1))
-        return np.asarray(np.exp(np.minimum(ratios, 700))) if exponential else ratios  # e^710 is no float
+        return np.asarray(np.exp(np.minimum(ratios, 700))) if exponential else ratios  # e^710 overflows
 
     return _interval((amounts, totals), score, samples)
 
@@ -145,18 +147,19 @@ def compare(
         ours, theirs = (ratio(name, texts, references, settings) for texts in (hypotheses, others))
         return compare_sums(ours, theirs, samples)
     if list(hypotheses) == list(others):
-        return 1.0  # sacrebleu counts no larger difference here and would call that significant
+        return 1.0  # sacrebleu would call equal outputs significantly different
     from sacrebleu.significance import PairedTest
 
     systems: list[tuple[str, Texts]] = [("base", list(others)), ("system", list(hypotheses))]
-    samples, metric = _affordable(samples, len(references)), {name: _sacrebleu(name, settings)}
-    test = PairedTest(systems, metric, _streams(references), test_type="bs", n_samples=samples)
+    metrics = {name: _sacrebleu(name, settings)}
+    samples = _limit_samples(samples, len(references))
+    test = PairedTest(systems, metrics, _streams(references), test_type="bs", n_samples=samples)
     scores: dict[str, Any] = test()[1]
     return float(next(results[1].p_value for key, results in scores.items() if key != "System"))
 
 
 def compare_sums(ours: Sums, theirs: Sums, samples: int = SAMPLES) -> float:
-    """The same for a ratio of sums: how often a difference this large arises when there is none."""
+    """The same for a ratio of sums: the probability of a difference this large between equal systems."""
     picks = _picks(len(ours[0]), samples)
     differences = _shares(*_resample(ours, picks)) - _shares(*_resample(theirs, picks))
     actual = float(_shares(ours[0].sum(), ours[1].sum()) - _shares(theirs[0].sum(), theirs[1].sum()))
@@ -164,7 +167,7 @@ def compare_sums(ours: Sums, theirs: Sums, samples: int = SAMPLES) -> float:
 
 
 def _shares(amounts: Any, totals: Any) -> np.ndarray:
-    # Without a single reference token every edit counts in full.
+    # Without reference tokens, every edit counts as one token.
     return np.asarray(100 * np.asarray(amounts) / np.maximum(totals, 1))
 
 
@@ -177,7 +180,7 @@ def _interval(sums: Sums, score: Callable[[Any, Any], np.ndarray], samples: int)
 
 
 def _picks(count: int, samples: int) -> list[np.ndarray]:
-    """How often each example is drawn in each sample: small integers, whatever the number of examples."""
+    """How often each example is drawn, for each sample; uint16 saves memory."""
     rng = np.random.default_rng(SEED)
     return [np.bincount(rng.integers(count, size=count), minlength=count).astype(np.uint16) for _ in range(samples)]
 
@@ -186,18 +189,18 @@ def _resample(sums: Sums, picks: list[np.ndarray]) -> Sums:
     return np.asarray([pick @ sums[0] for pick in picks]), np.asarray([pick @ sums[1] for pick in picks])
 
 
-def _affordable(samples: int, count: int) -> int:
-    """sacrebleu draws all samples at once; this keeps it within about half a gigabyte."""
+def _limit_samples(samples: int, count: int) -> int:
+    """Limit the memory of sacrebleu, which draws all samples at once, to about half a gigabyte."""
     return min(samples, max(100, 5_000_000 // count))
 
 
 def _streams(references: References) -> list[list[str]]:
-    """The references as sacrebleu takes them: all first ones, all second ones; None where there are fewer."""
+    """The references in the layout of sacrebleu: all first ones, all second ones, ..., padded with None."""
     return [list(stream) for stream in zip_longest(*alternatives(references))]
 
 
 def _signature(references: References, settings: MetricSettings) -> str | None:
-    """How one of RATIOS was computed, in sacrebleu's words, if not in the plainest way."""
+    """The signature of a metric in RATIOS, in the notation of sacrebleu; None with default settings."""
     counts = {len(each) for each in alternatives(references)}
     several = f"nrefs:{counts.pop() if len(counts) == 1 else 'var'}" if counts != {1} else ""
     return "|".join(filter(None, [several, "case:lc" * settings.lowercase])) or None
@@ -211,21 +214,21 @@ def _sacrebleu(name: str, settings: MetricSettings) -> Any:
     if name == "chrf" or name == "chrf++":
         return CHRF(lowercase=settings.lowercase, word_order=2 if name == "chrf++" else 0)
     if name == "ter":
-        return TER()  # which never regards case
+        return TER()  # always ignores case
     if name != "bleu":
         raise ValueError(f"no such metric: {name}")
     tokenize = settings.bleu_tokenize
     try:
-        # force: no warning about text that looks tokenised, since tokens are compared as they are
+        # force suppresses the warning about text that looks tokenised
         return BLEU(force=True, lowercase=settings.lowercase, tokenize=tokenize)
     except (ImportError, RuntimeError):
         extra = {"ja-mecab": "'sacrebleu[ja]'", "ko-mecab": "'sacrebleu[ko]'"}.get(tokenize, "sentencepiece")
         raise UserError(f"--bleu-tokenize {tokenize}: it needs a further package: pip install {extra}") from None
-    except OSError as error:  # a sentencepiece model that sacrebleu downloads once
+    except OSError as error:  # sacrebleu downloads a sentencepiece model
         raise UserError(f"--bleu-tokenize {tokenize}: sacrebleu cannot get its model: {error}") from None
 
 
-# What fits which references
+# Default metrics
 
 Content = Literal["labels", "tokens", "words", "sentences"]
 FITTING: Mapping[Content, tuple[str, ...]] = {
@@ -234,17 +237,17 @@ FITTING: Mapping[Content, tuple[str, ...]] = {
     "words": ("wer", "cer", "accuracy"),
     "sentences": ("bleu", "chrf", "ter"),
 }
-SHORT = 2.5  # characters: tokens that are shorter on average are no words
-FEW = 5  # examples of each label on average; with fewer, the references are no labels
+MIN_WORD_LENGTH = 2.5  # characters on average; shorter units are tokens
+MIN_LABEL_EXAMPLES = 5  # of each label on average; otherwise the references are not labels
 
 
 def content_of(references: Sequence[str], scheme: str | None) -> Content:
-    """What references are, which a run tokenises by `scheme`; without a run (None), by their look."""
+    """The kind of references that a run tokenises by `scheme`; without a run (None), guessed from the text."""
     if scheme == "space":
         return "tokens"
     words = [word for reference in references for word in reference.split()]
-    if scheme is None and len(references) >= FEW * len(set(references)):
+    if scheme is None and len(references) >= MIN_LABEL_EXAMPLES * len(set(references)):
         return "labels"
     if len(words) < 2 * len(references):
         return "words"
-    return "tokens" if scheme is None and sum(map(len, words)) < SHORT * len(words) else "sentences"
+    return "tokens" if scheme is None and sum(map(len, words)) < MIN_WORD_LENGTH * len(words) else "sentences"

@@ -221,7 +221,7 @@ def test_held_out_text_is_not_learned_from(tmp_path: Path) -> None:
 @pytest.fixture
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The texts that vocabularies are learned from, for at most about 100 lines of them."""
-    monkeypatch.setattr(vocabulary, "LEARNED_LINES", 100)
+    monkeypatch.setattr(vocabulary, "MAX_LINES", 100)
     texts: list[list[str]] = []
     train = module.Tokenizer.train
 
@@ -262,8 +262,8 @@ def test_scripts_without_spaces_are_learned_from_less_text() -> None:
     spaced, unbroken = ["some words " * 5] * 10, ["文" * 55] * 10
     assert vocabulary.learned_lines("char", spaced, 10**7) == 10**7
     assert vocabulary.learned_lines("bpe:8000", spaced, 500) == 500
-    assert vocabulary.learned_lines("bpe:8000", spaced, 10**7) * 55 <= vocabulary.LEARNED_TEXT
-    assert vocabulary.learned_lines("bpe:8000", unbroken, 10**7) * 55 <= vocabulary.UNBROKEN_TEXT["bpe"]
+    assert vocabulary.learned_lines("bpe:8000", spaced, 10**7) * 55 <= vocabulary.MAX_CHARACTERS
+    assert vocabulary.learned_lines("bpe:8000", unbroken, 10**7) * 55 <= vocabulary.MAX_UNSPACED_CHARACTERS["bpe"]
     assert vocabulary.learned_lines("unigram:8000", ["x" * 10**6], 10**7) == 1
 
 

@@ -117,7 +117,7 @@ def test_features_are_never_empty_or_padded(text: str, separator: str) -> None:
 
 
 def test_counts_of_unknown_tokens_add_up(monkeypatch) -> None:
-    monkeypatch.setattr(module, "DISTINCT", 2)
+    monkeypatch.setattr(module, "MAX_DISTINCT", 2)
     tokenizer = Tokenizer.train("char", ["ab"])
     texts = ["axb", "ab", "yxz", "x"]
     report = UnknownTokens()
@@ -134,4 +134,4 @@ def test_the_summary_of_unknown_tokens_is_short_and_tells_look_alikes_apart() ->
     assert message.startswith("12 unknown tokens in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
     assert message.endswith(" and 3 more")
     assert len(message) < 200
-    assert report.summary(1, what="label").startswith("12 unknown labels in 1 line: ")
+    assert report.summary(1, noun="label").startswith("12 unknown labels in 1 line: ")

@@ -205,7 +205,7 @@ def test_an_unknown_token_outside_of_the_vocabulary_is_an_error_of_the_file(kind
     state["model"]["unk_token"] = "[UNK]"
     tokenizer = ForeignTokenizer(json.dumps(state), IDS)
     assert tokenizer.encode(["a"])[0]  # every part of it is known
-    with pytest.raises(UserError, match=r"the tokenizer cannot cut this text: .*vocab"):
+    with pytest.raises(UserError, match=r"the tokenizer cannot split this text: .*vocab"):
         tokenizer.encode(["é"])
-    with pytest.raises(UserError, match=r"the tokenizer cannot cut this text: .*vocab"):
+    with pytest.raises(UserError, match=r"the tokenizer cannot split this text: .*vocab"):
         tokenizer.unknown_tokens("é")

@@ -213,7 +213,7 @@ def test_a_mask_is_one_more_token_that_is_no_text(scheme: str, tmp_path) -> None
 
 def test_a_mask_needs_room() -> None:
     assert Tokenizer.train("bpe:261", CORPUS, mask=True).size == 261
-    with pytest.raises(UserError, match="ask for 261"):
+    with pytest.raises(UserError, match="use 261 or more"):
         Tokenizer.train("bpe:260", CORPUS, mask=True)
 
 

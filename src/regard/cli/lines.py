@@ -44,7 +44,7 @@ from regard.errors import UserError, plural
 from regard.files import json_object
 from regard.run import Run
 from regard.tasks import Reads
-from regard.text.codec import DISTINCT, Codec, Example, UnknownTokens
+from regard.text.codec import MAX_DISTINCT, Codec, Example, UnknownTokens
 
 IMAGES = "images (.npz)"
 # The content of a column of a table, in words.
@@ -403,5 +403,5 @@ def add_counts(lines: InputLines, counts: Counts) -> None:
     unknown.total += counts["unknown"]["total"]
     unknown.texts += counts["unknown"]["texts"]
     for token, count in counts["unknown"]["counts"].items():
-        if token in unknown.counts or len(unknown.counts) < DISTINCT:
+        if token in unknown.counts or len(unknown.counts) < MAX_DISTINCT:
             unknown.counts[token] += count

@@ -23,7 +23,7 @@ CHANNELS = (1, 3, 4)
 
 
 class LabelledImages(NamedTuple):
-    """Images and the names of their labels; no labels where a file has none."""
+    """Images and the names of their labels; without labels, an empty list."""
 
     images_NCHW: NDArray[Any]
     labels: list[str]
@@ -33,7 +33,7 @@ class LabelledImages(NamedTuple):
 
 
 def read_images(path: str, labelled: bool = True, name: str | None = None) -> LabelledImages:
-    """Read an .npz file; everything that can be wrong with it is a UserError, which calls it `name`."""
+    """Read an .npz file. All errors are UserErrors; `name` is the name of the file in messages."""
     with open_raw(path) as file:
         path = name or path
         if not file.peek(8).startswith((b"PK", b"\x93NUMPY")):  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def _channels_first(images: NDArray[Any], path: str) -> NDArray[Any]:
 
 
 class Images:
-    """Prepared images on disk: pixels as in their file, and the numbers of their labels."""
+    """Prepared images on disk: unscaled pixels, and the numbers of the labels."""
 
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory)
@@ -99,7 +99,7 @@ class Images:
         return self.size
 
     def read(self, rows: NDArray[np.int64], pixels: Pixels) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Some of the images, scaled, and the numbers of their labels."""
+        """Scaled images and the numbers of their labels."""
         return pixels(np.asarray(self.images_NCHW[rows])), self.labels[rows]
 
     @property
@@ -112,7 +112,7 @@ class Images:
 def make_images(
     recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write images into `path`; return the record of it. Neither a base run nor processes change it."""
+    """Write images into `path` -> the record of the data. `base` and `processes` have no effect."""
     training = read_images(train.paths[0], name=train.name)
     labels = label_names(training.labels)
     if len(labels) < 2:
@@ -145,7 +145,7 @@ def make_images(
 
 
 def _split(images: LabelledImages) -> tuple[LabelledImages, LabelledImages]:
-    """Images to validate on and those to train on; equal images are on the same side."""
+    """Split into validation and training images; equal images are on the same side."""
     splitter = Splitter()
     for image_CHW in images.images_NCHW:
         splitter.see(image_CHW.tobytes())
@@ -156,7 +156,7 @@ def _split(images: LabelledImages) -> tuple[LabelledImages, LabelledImages]:
 
 
 def label_names(labels: list[str]) -> list[str]:
-    """The different labels in order: numbers by size, text by letters."""
+    """The distinct labels, sorted as numbers or as text."""
     distinct = set(labels)
     return sorted(distinct, key=int) if all(x.lstrip("-").isdigit() for x in distinct) else sorted(distinct)
 

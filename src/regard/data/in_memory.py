@@ -1,7 +1,7 @@
-"""Data in memory: lists, frames and datasets as examples, texts or images.
+"""Data in memory: lists, data frames and datasets as examples, texts or images.
 
-They are recognised by what they can do, never by their type, so that no library of frames is needed. What is read is
-written to a file once, and read from there as any other: memory stays flat, and the same rules hold.
+Data frames are recognised by their methods, so their libraries are not needed. The data is written to a file and then
+read like any other file, by the same rules.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from regard.recipe import Column
 from regard.tasks import Reads
 from regard.text.codec import Example
 
-# What a column may be called instead, where targets are labels; and the column of plain text.
-LABELLED = {"text": "source", "label": "target"}
-TEXT = ("text", "source")
+LABELLED = {"text": "source", "label": "target"}  # other names of the columns of labelled texts
+TEXT = ("text", "source")  # names of the column of plain text
 Write = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
 class InMemory:
-    """Data of a program, ready to be written to a file."""
+    """Data in memory that can be written to a file."""
 
     name: str  # in messages
     columns: tuple[Column, ...]
@@ -39,16 +38,16 @@ class InMemory:
     _write: Write
 
     def write(self, path: Path) -> Source:
-        """Write it to a file; data that can be read only once is gone then."""
+        """Write it to a file; an iterator can be written only once."""
         self._write(path)
         return Source((str(path),), self.columns, (self.name,), self.packed)
 
 
 def in_memory(data: Any, reads: Reads, name: str = "data", columns: Sequence[Column] | None = None) -> InMemory:
-    """Recognise data of a kind; `columns` are those of rows without names, and which of the named ones are taken.
+    """Recognise the format of data; `columns` are the columns of rows without names, or selects named columns.
 
-    Pairs and labelled texts come as rows (tuples, lists, mappings, `Example`) or as columns (frames, a mapping of
-    lists), plain text as texts, images as a mapping of the arrays `images` and `labels`.
+    Pairs and labelled texts are rows (tuples, lists, mappings, `Example`) or columns (data frames, a mapping of lists),
+    plain text is a list of texts, images are a mapping with the arrays `images` and `labels`.
     """
     if not isinstance(data, Iterable) and hasattr(data, "collect"):  # a lazy frame
         raise UserError(f"{name}: {type(data).__name__} is not computed yet; give what its collect() returns")
@@ -60,18 +59,18 @@ def in_memory(data: Any, reads: Reads, name: str = "data", columns: Sequence[Col
     if reads == "text":
         return InMemory(name, ("source", "target"), False, _text_writer(names, rows, name))
     labelled = reads == "labelled"
-    found, positions = _find_columns(names, LABELLED if labelled else {}, name, columns)
+    columns, positions = _find_columns(names, LABELLED if labelled else {}, name, columns)
 
     def line(row: Any, where: str) -> str:
-        values = zip(found, _values(row, names, positions, found, where), strict=True)
+        values = zip(columns, _values(row, names, positions, columns, where), strict=True)
         cells = [_text(value, labelled and column == "target", column, where) for column, value in values]
         return json.dumps(cells, ensure_ascii=False)
 
-    return InMemory(name, found, True, _line_writer(rows, line, name))
+    return InMemory(name, columns, True, _line_writer(rows, line, name))
 
 
 def _line_writer(rows: Iterable[Any], line: Callable[[Any, str], str], name: str) -> Write:
-    """Write a line for every row; `line` makes it of the row and where it is."""
+    """Write a line for every row; `line` takes the row and its location."""
 
     def write(path: Path) -> None:
         index = -1
@@ -85,16 +84,16 @@ def _line_writer(rows: Iterable[Any], line: Callable[[Any, str], str], name: str
 
 
 def _open(data: Any, name: str) -> tuple[list[str] | None, Iterable[Any]]:
-    """The names of the columns, if there are any, and the rows: sequences in their order, mappings, or texts."""
+    """The names of the columns, if any, and the rows: sequences, mappings or texts."""
     if isinstance(data, Mapping):
         return _open_columns(data, name)
-    if hasattr(data, "itertuples") and hasattr(data, "columns"):  # as pandas has them
+    if hasattr(data, "itertuples") and hasattr(data, "columns"):  # pandas
         return [str(column) for column in data.columns], data.itertuples(index=False, name=None)
     if hasattr(data, "iter_rows") and hasattr(data, "columns"):  # polars
         return [str(column) for column in data.columns], data.iter_rows()
     if hasattr(data, "to_batches") and hasattr(data, "column_names"):  # an Arrow table
         return list(data.column_names), (row for batch in data.to_batches() for row in batch.to_pylist())
-    if not isinstance(data, Iterable):  # __arrow_c_stream__ alone
+    if not isinstance(data, Iterable):  # only __arrow_c_stream__
         try:
             return _open(import_module("pyarrow").table(data), name)
         except ImportError:
@@ -126,31 +125,31 @@ def _open_columns(data: Mapping[Any, Any], name: str) -> tuple[list[str], Iterab
 def _find_columns(
     names: list[str] | None, synonyms: Mapping[str, str], name: str, columns: Sequence[Column] | None
 ) -> tuple[tuple[Column, ...], list[int]]:
-    """The columns to take and where they are: by their names, or else all of them in order."""
+    """The columns to read and their positions: by name, or all of them in order."""
     if names is None:
-        chosen = tuple(columns or ("source", "target"))
-        return chosen, list(range(len(chosen)))
+        needed = tuple(columns or ("source", "target"))
+        return needed, list(range(len(needed)))
     known = [synonyms.get(each, each) if synonyms.get(each) not in names else each for each in names]
-    wanted: tuple[Column, ...] = ("source", "features", "target") if "features" in known else ("source", "target")
-    wanted = tuple(columns) if columns else wanted
-    if set(wanted) <= set(known):
-        return wanted, [known.index(column) for column in wanted]
-    misplaced = any(column in known and known.index(column) != index for index, column in enumerate(wanted))
-    if len(names) != len(wanted) or misplaced or {"source", "features", "target"} & set(known) - set(wanted):
+    needed = ("source", "features", "target") if "features" in known else ("source", "target")
+    needed = tuple(columns) if columns else needed
+    if set(needed) <= set(known):
+        return needed, [known.index(column) for column in needed]
+    misplaced = any(column in known and known.index(column) != index for index, column in enumerate(needed))
+    if len(names) != len(needed) or misplaced or {"source", "features", "target"} & set(known) - set(needed):
         raise UserError(
-            f"{name}: has the columns {', '.join(names)}; needed are {' and '.join(wanted)}, by these names, or "
-            f"{len(wanted)} columns in this order"
+            f"{name}: has the columns {', '.join(names)}; needed are {' and '.join(needed)}, by these names, or "
+            f"{len(needed)} columns in this order"
         )
-    return wanted, list(range(len(wanted)))
+    return needed, list(range(len(needed)))
 
 
 def _values(
     row: Any, names: list[str] | None, positions: list[int], columns: tuple[Column, ...], where: str
 ) -> list[Any]:
-    """The values of a row, one for each column."""
+    """The values of a row for the columns."""
     if isinstance(row, Mapping):
         if names is None:
-            raise UserError(f"{where}: a mapping, where the rows before have no names")
+            raise UserError(f"{where}: is a mapping, but the rows before have no names")
         return [row.get(names[position]) for position in positions]
     if isinstance(row, Example):
         return [getattr(row, column) for column in columns]
@@ -158,8 +157,8 @@ def _values(
         row = row.tolist()
     if isinstance(row, str):
         raise UserError(
-            f"{where}: one text, {shown_value(row)}, where a row has {' and '.join(columns)}; texts alone are "
-            "data of a language model (task='lm')"
+            f"{where}: is one text, {shown_value(row)}, but a row has {' and '.join(columns)}; a list of texts is "
+            "data for a language model (task='lm')"
         )
     if not isinstance(row, Sequence):
         raise UserError(f"{where}: a row is a tuple, a list or a mapping, not {shown_value(row)}")
@@ -171,7 +170,7 @@ def _values(
 
 
 def _text(value: Any, label: bool, what: str, where: str) -> str:
-    """A value as text; a missing one is empty, as in a file."""
+    """A value as text; a missing value is an empty text."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -186,13 +185,13 @@ def _text(value: Any, label: bool, what: str, where: str) -> str:
 
 
 def _text_writer(names: list[str] | None, rows: Iterable[Any], name: str) -> Write:
-    """Plain text: every text is a line, or several."""
+    """Write plain text; every text is one line or several."""
     position = 0
     if names is not None:
-        found = [each for each in TEXT if each in names] or (names if len(names) == 1 else [])
-        if not found:
+        candidates = [each for each in TEXT if each in names] or (names if len(names) == 1 else [])
+        if not candidates:
             raise UserError(f"{name}: has the columns {', '.join(names)}; needed is one column, or one called text")
-        position = names.index(found[0])
+        position = names.index(candidates[0])
 
     def text(row: Any, where: str) -> str:
         if isinstance(row, Mapping) and names is not None:
@@ -209,7 +208,7 @@ def _text_writer(names: list[str] | None, rows: Iterable[Any], name: str) -> Wri
 
 
 def _image_writer(data: Any, name: str) -> Write:
-    """Images and labels, as in an .npz file."""
+    """Write images and labels as an .npz file."""
     if not isinstance(data, Mapping):
         raise UserError(f"{name}: images come as {{'images': array, 'labels': array}}, not {shown_value(data)}")
     arrays = {}

@@ -1,7 +1,7 @@
 """Training objectives as batches: causal LM, masked language modelling, span corruption, and image classification.
 
-A text objective cuts a stream of ids into windows and makes batches of them, for training, validation and scoring.
-Which tokens are masked depends on a key of integers alone: the same key gives the same batch in every process.
+A text objective splits a stream of ids into windows and makes batches of them, for training, validation and scoring.
+Random choices depend only on a key of integers, so the same key gives the same batch in every process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ Ids = NDArray[np.int64]
 Chosen = NDArray[np.bool]
 Spans = list[tuple[int, int]]  # (start, end) of each masked span
 
-MASKED, RANDOM = 0.8, 0.1  # of the tokens to predict; the rest is left unchanged
+MASK_SHARE = 0.8  # of the chosen tokens become the mask
+RANDOM_SHARE = 0.1  # become a random token; the rest is not changed
 SENTINELS = 100  # sentinel tokens: each replaces a masked span
-EXTRA = "extra_id"  # how imported vocabularies name their sentinels
+SENTINEL_NAME = "extra_id"  # part of the names of sentinels in imported vocabularies
 
 
 def lm_batch(rows_BW: Ids | Tensor, total: int | None = None) -> Batch:
-    """Every token but the last is read, every token but the first predicted."""
+    """The input is every token but the last, the labels are every token but the first."""
     rows = torch.as_tensor(rows_BW)
     label = rows[:, 1:].contiguous()
     tokens = label.numel()
@@ -40,21 +41,21 @@ def lm_batch(rows_BW: Ids | Tensor, total: int | None = None) -> Batch:
 
 
 def masked_batch(read_BW: Ids, label_BW: Ids, chosen_BW: Chosen, total: int | None = None) -> Batch:
-    """The tokens as they are read, and the original ones as labels where `chosen_BW`."""
+    """The input is the masked tokens; the labels are the original tokens, predicted where `chosen_BW` is true."""
     source, label, keep = (torch.from_numpy(np.ascontiguousarray(x)) for x in (read_BW, label_BW, chosen_BW))
     tokens = int(keep.sum())
     return Batch(source, None, source[:, :0], label, keep, tokens, tokens if total is None else total)
 
 
 def span_batch(pairs: list[tuple[list[int], list[int]]], config: Config, total: int | None = None) -> Batch:
-    """Pairs of corrupt text and target, as `corrupt_spans` makes them."""
+    """A batch of the pairs of corrupted text and target that `corrupt_spans` returns."""
     before, after = config.ids.around(config.frame)
     sources = [[*before, *read, *after] for read, _ in pairs]
     return collate(sources, [[*target, config.ids.eos] for _, target in pairs], config, total)
 
 
 def image_batch(scaled_NCHW: NDArray[np.float32], label_N: Ids, total: int | None = None) -> Batch:
-    """Images with scaled pixels and the number of the label of each."""
+    """Images with scaled pixels, and the numbers of their labels."""
     label = torch.from_numpy(label_N).unsqueeze(1)
     count = len(label)
     source = torch.from_numpy(scaled_NCHW).float()
@@ -69,10 +70,10 @@ def text_ids(size: int, special: frozenset[int]) -> Ids:
 def mask_tokens(
     rows_BW: Ids, rate: float, ids: SpecialIds, text: Ids, random: np.random.Generator
 ) -> tuple[Ids, Chosen]:
-    """Choose tokens to be predicted -> the rows as they are read, and where tokens are chosen.
+    """Choose the tokens to predict -> the masked rows, and which tokens are chosen.
 
-    Of each row, `rate` of the ids in `text` is chosen, at least one token: 80 % of those become the mask, 10 % a random
-    token of `text`, 10 % stay.
+    In each row, `rate` of the tokens in `text` is chosen, at least one: 80 % of them become the mask, 10 % a random
+    token of `text`, 10 % are not changed.
     """
     assert ids.mask is not None
     chosen = np.zeros(rows_BW.shape, bool)
@@ -80,39 +81,40 @@ def mask_tokens(
     draws = random.random(rows_BW.shape)
     draws[~allowed] = 2.0
     counts = allowed.sum(1)
-    wanted = np.where(counts > 0, np.maximum(1, np.round(counts * rate)), 0).astype(np.int64)
+    chosen_counts = np.where(counts > 0, np.maximum(1, np.round(counts * rate)), 0).astype(np.int64)
     order = np.argsort(draws, axis=1)
-    ranks = np.arange(rows_BW.shape[1]) < wanted[:, None]
+    ranks = np.arange(rows_BW.shape[1]) < chosen_counts[:, None]
     np.put_along_axis(chosen, order, ranks, axis=1)
-    how = random.random(rows_BW.shape)
+    change = random.random(rows_BW.shape)
     other = random.choice(text, rows_BW.shape)
-    read = np.where(chosen & (how < MASKED), ids.mask, rows_BW)
-    read = np.where(chosen & (how >= MASKED) & (how < MASKED + RANDOM), other, read)
+    read = np.where(chosen & (change < MASK_SHARE), ids.mask, rows_BW)
+    read = np.where(chosen & (change >= MASK_SHARE) & (change < MASK_SHARE + RANDOM_SHARE), other, read)
     return read, chosen
 
 
 def mask_every(rows_BW: Ids, every: int, ids: SpecialIds, text: Ids) -> tuple[Ids, Chosen]:
-    """Mask every n-th position, one further to the left in each row, unless it holds a special token."""
+    """Mask every n-th position except special tokens, one position further to the left in each row."""
     assert ids.mask is not None
     positions = np.arange(rows_BW.shape[1]) + np.arange(len(rows_BW))[:, None]
     chosen = (positions % every == every // 2) & np.isin(rows_BW, text)
     return np.where(chosen, ids.mask, rows_BW), chosen
 
 
-def sample_spans(length: int, rate: float, mean: float, most: int, random: np.random.Generator) -> Spans:
-    """Choose the masked spans of a text: `rate` of it, `mean` tokens each on average, at most `most` spans.
+def sample_spans(length: int, rate: float, mean: float, limit: int, random: np.random.Generator) -> Spans:
+    """Choose the masked spans of a text: `rate` of it, `mean` tokens each on average, at most `limit` spans.
 
-    Text comes first, a masked span last, and two spans never touch.
+    The text starts unmasked and ends with a masked span; spans never touch.
     """
     masked = min(max(1, round(length * rate)), length - 1)
-    count = min(max(1, round(masked / mean)), masked, length - masked, most)
-    gaps, sizes = _partition(length - masked, count, random), _partition(masked, count, random)
+    count = min(max(1, round(masked / mean)), masked, length - masked, limit)
+    gaps = _partition(length - masked, count, random)
+    sizes = _partition(masked, count, random)
     ends = np.cumsum(gaps + sizes)
     return [(int(end - size), int(end)) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _partition(length: int, count: int, random: np.random.Generator) -> Ids:
-    """Cut `length` into `count` parts, none empty, all ways equally likely."""
+    """Split `length` into `count` parts of at least 1, with equal probability for all ways."""
     cuts = random.choice(np.arange(1, length), count - 1, replace=False).tolist() if count > 1 else []
     return np.diff([0, *sorted(cuts), length]).astype(np.int64)
 
@@ -120,8 +122,8 @@ def _partition(length: int, count: int, random: np.random.Generator) -> Ids:
 def corrupt_spans(row: Ids, spans: Spans, first: int) -> tuple[list[int], list[int]]:
     """Replace the masked spans of a row -> (text with sentinels, target), both without the end token.
 
-    Span k is replaced by the sentinel `first` - k, and follows that sentinel in the target, which one more sentinel
-    closes.
+    Span k is replaced by the sentinel `first` - k, and follows that sentinel in the target, which ends with another
+    sentinel.
     """
     read: list[int] = []
     target: list[int] = []
@@ -135,9 +137,11 @@ def corrupt_spans(row: Ids, spans: Spans, first: int) -> tuple[list[int], list[i
 
 
 def first_sentinel(codec: Codec, config: Config | None) -> int | None:
-    """The sentinel of the first masked span, if a vocabulary has sentinels; the others count down from it."""
+    """The sentinel of the first masked span, if the vocabulary has sentinels; the following ones have lower ids."""
     special = sorted(codec.target.special)
-    named = [index for index, piece in zip(special, codec.target.pieces(special), strict=True) if EXTRA in piece]
+    named = [
+        index for index, piece in zip(special, codec.target.pieces(special), strict=True) if SENTINEL_NAME in piece
+    ]
     if named:
         return named[-1]
     if config is not None and config.target_vocab >= codec.target_vocab + SENTINELS:
@@ -146,17 +150,17 @@ def first_sentinel(codec: Codec, config: Config | None) -> int | None:
 
 
 def context_of(train: Train) -> int:
-    """How many tokens of plain text a row has."""
+    """The number of tokens of plain text in a row."""
     return train.context or CONTEXT
 
 
 def rows_of(train: Train) -> int:
-    """How many windows make a batch."""
+    """The number of windows in a batch."""
     return train.batch_examples or max(1, train.batch_tokens // context_of(train))
 
 
 class Windows:
-    """How a stream is cut: windows of `length` tokens, each `stride` after the one before."""
+    """Windows of `length` tokens in a stream, each `stride` tokens after the window before."""
 
     def __init__(self, stream: Stream, length: int, stride: int) -> None:
         self.length = min(length, len(stream))
@@ -167,11 +171,12 @@ class Windows:
         return np.arange(min(offset, self.last), self.last + 1, self.stride)
 
     def lanes(self, rows: int, offset: int = 0) -> list[Indices]:
-        """The starts of batches whose rows each continue the same row of the batch before.
+        """The starts of batches in which each row continues the same row of the previous batch.
 
-        The stream is cut into `rows` lanes of equal length, fewer if it is too short for so many.
+        The stream is split into `rows` lanes of equal length, or fewer if it is short.
         """
-        size, stride = self.last + self.length, self.stride
+        size = self.last + self.length
+        stride = self.stride
         offset = min(offset, max(0, size - 1 - stride))
         rest = size - 1 - offset
         rows = max(1, min(rows, rest // stride))
@@ -181,7 +186,7 @@ class Windows:
 
 
 class TextObjective(ABC):
-    """Makes batches of the windows of a stream."""
+    """Makes batches from the windows of a stream."""
 
     windows: Windows
 
@@ -194,7 +199,7 @@ class TextObjective(ABC):
 
 
 class CausalLM(TextObjective):
-    """Each token is predicted from those before it in its window."""
+    """Each token is predicted from the tokens before it in its window."""
 
     def __init__(self, stream: Stream, codec: Codec, config: Config, train: Train) -> None:
         self._stream = stream
@@ -210,12 +215,14 @@ class CausalLM(TextObjective):
 
 
 class TokenMasking(TextObjective):
-    """Masked tokens are predicted from their window, which has special tokens around it as the frame demands."""
+    """Masked tokens are predicted from their window, which is framed by special tokens (`Config.frame`)."""
 
     def __init__(self, stream: Stream, codec: Codec, config: Config, train: Train) -> None:
         if config.ids.mask is None:
             raise UserError("this vocabulary has no mask token (ids.mask), which task masked needs")
-        self._stream, self._ids, self._rate = stream, config.ids, train.mask_rate
+        self._stream = stream
+        self._ids = config.ids
+        self._rate = train.mask_rate
         self._before, self._after = config.ids.around(config.frame)
         self.text_offset = len(self._before)  # position of the first token of the text in a row
         length = context_of(train) - self.text_offset - len(self._after)
@@ -239,21 +246,26 @@ class TokenMasking(TextObjective):
 
 
 class SpanCorruption(TextObjective):
-    """Masked spans are predicted one after the other, each after its sentinel."""
+    """The masked spans are predicted in order, each after its sentinel."""
 
     def __init__(self, stream: Stream, codec: Codec, config: Config, train: Train) -> None:
         first = first_sentinel(codec, config)
         if first is None:
             raise UserError("this vocabulary has no sentinel tokens for masked spans, which task span needs")
-        self._stream, self._first, self._config, self._train = stream, first, config, train
+        self._stream = stream
+        self._first = first
+        self._config = config
+        self._train = train
         self.windows = Windows(stream, context_of(train), context_of(train))
         if self.windows.length < 2:
             raise UserError("train.context: span corruption needs at least two tokens of text")
 
     def spans(self, rows: int, key: tuple[int, ...]) -> list[Spans]:
         """The masked spans of each row."""
-        random, train, length = generator(*key), self._train, self.windows.length
-        return [sample_spans(length, train.span_rate, train.span_mean, SENTINELS - 1, random) for _ in range(rows)]
+        random = generator(*key)
+        rate = self._train.span_rate
+        mean = self._train.span_mean
+        return [sample_spans(self.windows.length, rate, mean, SENTINELS - 1, random) for _ in range(rows)]
 
     def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
         rows = self._stream.windows(starts, self.windows.length)

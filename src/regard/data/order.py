@@ -1,10 +1,8 @@
-"""The order of training: which examples make up which batch, as a pure function of (seed, epoch).
+"""The order of training: the batches of an epoch as a pure function of (seed, epoch), without state.
 
 Examples are shuffled, sorted by length so that a batch needs little padding, and cut into batches, which are shuffled.
-Nothing is remembered between epochs: batch k of epoch e is the same whoever asks, whenever.
-
-Of a corpus with more examples than WINDOW, some at a time are put in order, so that memory does not grow with it: a
-window is made of blocks of consecutive examples from all over the corpus.
+A corpus with more examples than WINDOW is ordered in several windows, which bounds the memory: a window consists of
+blocks of consecutive examples from the whole corpus.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ from numpy.typing import NDArray
 from regard.errors import UserError, plural
 
 Indices = NDArray[np.int64]
-PASS = 1  # ends the key of the order of a pass over a corpus, unlike that of an epoch
-WINDOW_KEY = 2  # ends the key of one of several windows
+PASS_KEY = 1  # last element of the random key of a pass over a corpus
+WINDOW_KEY = 2  # last element of the random key of a window
 WINDOW = 1 << 20  # examples sorted together
-BLOCK = 64  # consecutive examples that come into the same window, where there are several
+BLOCK = 64  # consecutive examples that stay together if there are several windows
 
 
 class Lengths(Protocol):
-    """How many tokens each example has; an array, or what reads it from a file."""
+    """The number of tokens of each example: an array, or an object that reads them from a file."""
 
     def __len__(self) -> int: ...
 
@@ -34,16 +32,16 @@ class Lengths(Protocol):
 
 
 def generator(*key: int) -> np.random.Generator:
-    """Random numbers that depend on the key alone."""
+    """A generator whose random numbers depend only on the key."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key))))
 
 
 class Batches(Sequence[Indices]):
-    """The batches of an epoch: arrays of example numbers, each number exactly once, or as `shares` have it.
+    """The batches of an epoch: arrays of example numbers. Each number occurs once, unless there are `shares`.
 
-    A batch holds at most `batch_examples` rows, and rows times the longest side at most `batch_tokens`; an example
-    longer than that is a batch of its own. Lengths count the end token. `sizes` are those of the corpora, `shares` the
-    part of each in the epoch. In memory are the batches of one window.
+    A batch has at most `batch_examples` rows, and at most `batch_tokens` tokens: rows times the longest side. A longer
+    example is a batch of its own. Lengths include the end token. `sizes` are the sizes of the corpora, `shares` their
+    shares of the epoch. Only the batches of one window are in memory.
     """
 
     def __init__(
@@ -58,14 +56,18 @@ class Batches(Sequence[Indices]):
         sizes: Sequence[int] = (),
         shares: Sequence[float] | None = None,
     ) -> None:
-        self._source, self._target = source_lengths, target_lengths
-        self._seed, self._epoch = seed, epoch
-        self._batch_tokens, self._batch_examples = batch_tokens, batch_examples
+        self._source = source_lengths
+        self._target = target_lengths
+        self._seed = seed
+        self._epoch = epoch
+        self._batch_tokens = batch_tokens
+        self._batch_examples = batch_examples
         self._sizes, self._shares = (sizes, shares) if shares else ([len(source_lengths)], [1.0])
         self._drawn = shares is not None
         self._windows = -(-len(source_lengths) // WINDOW)
-        self._at, self._cut = -1, list[Indices]()  # a window and its batches
-        self._begins = [0]  # numbers of the first batches of windows, as far as they are known
+        self._current = -1  # number of the window in memory
+        self._batches: list[Indices] = []  # of this window
+        self._begins = [0]  # number of the first batch of each window, as far as known
 
     def __len__(self) -> int:
         while len(self._begins) <= self._windows:
@@ -78,7 +80,7 @@ class Batches(Sequence[Indices]):
     def __getitem__(self, number: slice) -> list[Indices]: ...
     def __getitem__(self, number: int | slice) -> Indices | list[Indices]:
         if isinstance(number, slice):
-            return [self[at] for at in range(*number.indices(len(self)))]
+            return [self[index] for index in range(*number.indices(len(self)))]
         number = range(len(self))[number]
         window = bisect_right(self._begins, number) - 1
         return self._window(window)[number - self._begins[window]]
@@ -89,26 +91,28 @@ class Batches(Sequence[Indices]):
 
     def _window(self, number: int) -> list[Indices]:
         """The batches of a window."""
-        if number != self._at:
-            alone = self._windows == 1
-            random = generator(self._seed, self._epoch, *(() if alone else (number, WINDOW_KEY)))
-            if alone and not self._drawn:
+        if number != self._current:
+            single = self._windows == 1
+            random = generator(self._seed, self._epoch, *(() if single else (number, WINDOW_KEY)))
+            if single and not self._drawn:
                 rows: Indices = np.arange(len(self._source))
             else:
                 part = (number, self._windows)
-                rows = draw(self._sizes, self._shares, self._seed, self._epoch, part, 1 if alone else BLOCK)
-            self._at, self._cut = -1, []  # the one before is not needed any more
-            self._at, self._cut = number, self._make(random.permutation(rows), random)
+                rows = draw(self._sizes, self._shares, self._seed, self._epoch, part, 1 if single else BLOCK)
+            self._current = -1
+            self._batches = []  # free the previous window first
+            self._batches = self._make(random.permutation(rows), random)
+            self._current = number
             if number == len(self._begins) - 1:
-                self._begins.append(self._begins[-1] + len(self._cut))
-        return self._cut
+                self._begins.append(self._begins[-1] + len(self._batches))
+        return self._batches
 
     def _make(self, rows: Indices, random: np.random.Generator) -> list[Indices]:
         source, target = (lengths[rows].astype(np.int64) for lengths in (self._source, self._target))
         longer = np.maximum(source, target)
-        # By the longer side, then by the difference, up and down in turns, so that neighbours differ little on either
-        # side. Stable, so that equals stay shuffled. Which turns go up and where the first cut falls differ by epoch,
-        # or large batches would be nearly the same ones each time.
+        # Sort by the longer side, then by the difference, alternately ascending and descending, so that neighbours have
+        # similar lengths on both sides. A stable sort keeps examples of equal lengths shuffled. The direction and the
+        # size of the first batch vary by epoch, otherwise large batches would hardly change.
         up = (longer + random.integers(2)) % 2 == 0
         order = np.argsort((longer << 32) + np.where(up, source - target, target - source), kind="stable")
         cut = _cut(rows[order], longer[order], self._batch_tokens, self._batch_examples, random.uniform(0.5, 1.0))
@@ -116,7 +120,7 @@ class Batches(Sequence[Indices]):
 
 
 def proportions(sizes: Sequence[int], weights: Sequence[float] | None, temperature: float | None) -> list[float] | None:
-    """The share of each corpus in an epoch; None where every example comes once."""
+    """The share of each corpus in an epoch; None if every example occurs once."""
     if weights is None and temperature is None:
         return None
     if weights is not None and (empty := [index for index, size in enumerate(sizes, 1) if not size]):
@@ -138,29 +142,32 @@ def draw(
     part: tuple[int, int] = (0, 1),
     block: int = 1,
 ) -> Indices:
-    """The examples of an epoch in which each corpus has its share, as many as there are in all, or a part of them.
+    """The examples of an epoch in which each corpus has its share, sum(sizes) in total; or one part of them.
 
-    The examples of a corpus follow each other in passes, each in an order of its own, in which a `block` of consecutive
-    examples stays together; an epoch takes up where the one before ended. So an example comes again only when all
-    others of its corpus have come. `part` is (number, count): the first, second, ... of so many.
+    The examples of a corpus are drawn in passes, each in another order, in which `block` consecutive examples stay
+    together. An epoch continues the pass of the epoch before, so an example is repeated only after all other examples
+    of its corpus. `part` is (number, count): part number 0, 1, ... of `count` parts.
     """
     number, parts = part
     total = sum(sizes)
     ends = [round(end * total) for end in np.cumsum(shares)]
     drawn = []
     for corpus, (size, begin, end) in enumerate(zip(sizes, [0, *ends], ends, strict=False)):
-        count, first = end - begin, sum(sizes[:corpus])
-        at, stop = (epoch * count + count * (number + more) // parts for more in (0, 1))
-        while at < stop:
-            done, skip = divmod(at, size)
-            rows = _pass(size, block, generator(seed, corpus, done, PASS), skip, min(size, skip + stop - at))
+        count = end - begin
+        first = sum(sizes[:corpus])
+        position = epoch * count + count * number // parts
+        stop = epoch * count + count * (number + 1) // parts
+        while position < stop:
+            passes, skip = divmod(position, size)
+            random = generator(seed, corpus, passes, PASS_KEY)
+            rows = _pass(size, block, random, skip, min(size, skip + stop - position))
             drawn.append(first + rows)
-            at += len(rows)
+            position += len(rows)
     return np.concatenate(drawn) if drawn else np.empty(0, np.int64)
 
 
 def _pass(size: int, block: int, random: np.random.Generator, begin: int, end: int) -> Indices:
-    """Some examples of a pass over a corpus; those after its last whole block come last."""
+    """Examples `begin` to `end` of a pass over a corpus. An incomplete last block comes last."""
     whole = size // block
     blocks = np.append(random.permutation(whole), whole)[begin // block : -(-end // block)]
     rows: Indices = (blocks[:, None] * block + np.arange(block)).ravel()
@@ -168,14 +175,14 @@ def _pass(size: int, block: int, random: np.random.Generator, begin: int, end: i
 
 
 def _cut(indices: Indices, cost: Indices, batch_tokens: int, batch_examples: int | None, first: float) -> list[Indices]:
-    """Cut a sequence into runs that fit the budget; of the first run take only a part unless it is the only one."""
+    """Split a sequence into batches within the budget; the first batch, unless it is the only one, is `first` of it."""
     runs = []
     start = 0
     while start < len(indices):
-        most = max(1, batch_tokens // max(1, int(cost[start])))  # the following may be longer, not shorter
+        limit = max(1, batch_tokens // max(1, int(cost[start])))  # the following examples are not shorter
         if batch_examples is not None:
-            most = min(most, batch_examples)
-        padded = cost[start : start + most] * np.arange(1, min(most, len(indices) - start) + 1)
+            limit = min(limit, batch_examples)
+        padded = cost[start : start + limit] * np.arange(1, min(limit, len(indices) - start) + 1)
         rows = max(1, int(np.searchsorted(padded, batch_tokens, side="right")))
         if not start and rows < len(indices):
             rows = int(np.ceil(rows * first))

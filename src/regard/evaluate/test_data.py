@@ -181,7 +181,7 @@ class UnknownParts:
         if self.target and self.labels is None:
             remarks.append(f"target: {self.target.summary()}")
         elif self.target:
-            remarks.append(f"target: {self.target.summary(what='label')}; none of these can be right")
+            remarks.append(f"target: {self.target.summary(noun='label')}; none of these can be right")
         return remarks
 
     def to_json(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The text side of a run: examples to ids, ids to text, and a report of unknown tokens."""
+"""Conversion between examples and ids with the tokenizers and features of a run, and counts of unknown tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ TOKENIZERS = SOURCE, TARGET, SHARED = "source.tokenizer.json", "target.tokenizer
 
 
 class Example(NamedTuple):
-    """A source text, its target if there is one, and the features as written in their column."""
+    """A source text, its target, if known, and the text of the features column."""
 
     source: str
     target: str | None = None
     features: str | None = None
 
 
-# A call that does not fit is the mistake of a user of the library.
-
-
 class TextConfig(Value):
-    """How a model's text becomes ids, as kept in its configuration."""
+    """How text becomes ids, as stored in the configuration of a run."""
 
     source_tokens: str
     target_tokens: str
@@ -36,14 +33,14 @@ class TextConfig(Value):
     columns: tuple[Column, ...] = ("source", "target")
     feature_separator: str = ";"
     frame: Frame = "end"  # special tokens around a source text: x eos, sos x eos, sos x, or none
-    ids: SpecialIds | None = None  # of foreign vocabularies; those we learn all have the same
-    sizes: tuple[Tokens, Tokens] | None = None  # of foreign vocabularies: how many ids each side has
+    ids: SpecialIds | None = None  # of foreign vocabularies; learned vocabularies all have the same
+    sizes: tuple[Tokens, Tokens] | None = None  # of foreign vocabularies: number of ids on each side
 
 
 class Codec:
-    """Two tokenizers (or one, shared) and the features, which are source tokens numbered after the text.
+    """Two tokenizers, or one shared tokenizer, and the features, whose ids follow the ids of the source tokens.
 
-    Where there is one side only, for a language model or an encoder, its tokenizer is the only argument.
+    Language models and encoders have one side and one tokenizer.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class Codec:
 
     @property
     def ids(self) -> SpecialIds:
-        """The ids of special tokens, the same on both sides."""
+        """The ids of the special tokens, equal on both sides."""
         return self.source.ids
 
     @property
@@ -82,7 +79,7 @@ class Codec:
 
     @property
     def target_vocab(self) -> int:
-        """The target's ids; a shared vocabulary counts the features here too, so that one table serves both sides."""
+        """The number of target ids; includes the features if both sides share a vocabulary and an embedding."""
         return self.source_vocab if self.shared else self.target.size
 
     @property
@@ -101,7 +98,7 @@ class Codec:
         )
 
     def __eq__(self, other: object) -> bool:
-        """The same text becomes the same ids."""
+        """Whether the same text becomes the same ids."""
         if not isinstance(other, Codec):
             return NotImplemented
         return self.config == other.config and all(
@@ -111,7 +108,7 @@ class Codec:
     __hash__ = None  # type: ignore[assignment]
 
     def encode_source(self, examples: Sequence[Example]) -> list[list[int]]:
-        """The ids of features and source text, with special tokens around them."""
+        """The ids of features and source texts, framed by special tokens."""
         rows = self.source.encode([example.source for example in examples])
         before, after = self.ids.around(self.frame)
         for row, example in zip(rows, examples, strict=True):
@@ -129,25 +126,25 @@ class Codec:
         return rows
 
     def decode_target(self, ids: Iterable[int]) -> str:
-        """The text of target ids; special tokens are skipped."""
+        """The text of target ids, without special tokens."""
         return self.target.decode(index for index in ids if index < self.target.size)
 
     def source_pieces(self, ids: Iterable[int]) -> list[str]:
-        """One string to show per source id; a feature is shown by its name."""
+        """A printable string for each source id; for a feature, its name."""
         return [self._piece(self.source, index) for index in ids]
 
     def target_pieces(self, ids: Iterable[int]) -> list[str]:
-        """One string to show per target id."""
+        """A printable string for each target id."""
         return [self._piece(self.target, index) for index in ids]
 
     def _piece(self, tokenizer: Tokenizer, index: int) -> str:
         if index < tokenizer.size:
             return tokenizer.pieces([index])[0]
         beyond = index - tokenizer.size
-        return self.features[beyond] if beyond < len(self.features) else f"<{index}>"  # models may have rows to spare
+        return self.features[beyond] if beyond < len(self.features) else f"<{index}>"  # a model may have unused rows
 
     def unknown_tokens(self, example: Example, source: Sequence[int], target: Sequence[int] = ()) -> list[str]:
-        """What is unknown in an example, of which these are the ids: tokens of the texts, and features."""
+        """The unknown tokens and features of an example with these ids."""
         unknown: list[str] = []
         if self.source.unknown(source):
             names = split_features(example.features or "", self.feature_separator)
@@ -156,26 +153,26 @@ class Codec:
         return unknown + (self.target.unknown_tokens(example.target or "") if self.target.unknown(target) else [])
 
     def note_unknown(self, examples: Sequence[Example], unknown: UnknownTokens) -> None:
-        """Count what is unknown in the sources, text and features."""
+        """Count the unknown tokens and features of the sources."""
         for example, row in zip(examples, self.encode_source(examples), strict=True):
             unknown.count(self.unknown_tokens(example, row))
 
     def features_problem(self, example: Example) -> str:
-        """Why an example does not fit the run, which has features or has none; empty if it does."""
+        """The error if an example has features and the run has none, or vice versa; otherwise empty."""
         if "features" not in self.columns:
             return "features: not for this run, which was trained without features" if example.features else ""
         return "features: is required, since the run was trained with features" if example.features is None else ""
 
     @property
     def one_vocabulary(self) -> bool:
-        """Whether source and target number the same tokens alike, though they may cut a text differently."""
+        """Whether equal tokens have equal ids on both sides, even if the tokenizers split text differently."""
         if self.shared:
             return True
         ids = range(self.source.size)
         return self.source_vocab == self.target.size and self.source.pieces(ids) == self.target.pieces(ids)
 
     def save(self, directory: str | Path) -> None:
-        """Write the tokenizers; `config` is the caller's to keep."""
+        """Write the tokenizers; the caller stores `config`."""
         sides = {SHARED: self.source} if self.shared else {SOURCE: self.source, TARGET: self.target}
         for name, tokenizer in sides.items():
             tokenizer.save(Path(directory) / name)
@@ -197,23 +194,23 @@ class Codec:
 
 
 def split_features(features: str, separator: str) -> list[str]:
-    """The tokens of a features column: between separators, without the white space around them, never empty."""
+    """The features in the text of a features column."""
     return [name for part in features.split(separator) if (name := part.strip())]
 
 
-DISTINCT = 10_000  # beyond so many different tokens only their number is kept
+MAX_DISTINCT = 10_000  # further unknown tokens are counted only in total
 
 
 class UnknownTokens:
-    """A count of unknown tokens, filled line by line, with a summary in one sentence."""
+    """Counts unknown tokens line by line, and summarises them in one sentence."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()  # of each
+        self.counts: Counter[str] = Counter()
         self.total = 0
-        self.texts = 0  # texts with at least one
+        self.texts = 0  # with unknown tokens
 
     def add(self, tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
-        """Count what is unknown in `texts`, of which `ids` are the tokens."""
+        """Count the unknown tokens of texts with these ids."""
         for text, row in zip(texts, ids, strict=True):
             if tokenizer.unknown(row):
                 self.count(tokenizer.unknown_tokens(text))
@@ -223,25 +220,25 @@ class UnknownTokens:
         self.total += len(tokens)
         self.texts += bool(tokens)
         for token in tokens:
-            if token in self.counts or len(self.counts) < DISTINCT:
+            if token in self.counts or len(self.counts) < MAX_DISTINCT:
                 self.counts[token] += 1
 
     def __bool__(self) -> bool:
         return self.total > 0
 
-    def summary(self, most: int = 8, what: str = "token") -> str:
-        """Say what was unknown, most frequent first; empty if nothing was."""
+    def summary(self, limit: int = 8, noun: str = "token") -> str:
+        """The unknown tokens, most frequent first; empty if there are none."""
         if not self:
             return ""
         named = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
-        shown = ", ".join(f"{shown_token(token)} {count:,}x" for token, count in named[:most])
-        rest = f" and {len(named) - most:,} more" if len(named) > most else ""
-        times = plural(self.total, f"unknown {what}")
-        return f"{times} in {plural(self.texts, 'line')}: {shown}{rest}"
+        shown = ", ".join(f"{shown_token(token)} {count:,}x" for token, count in named[:limit])
+        rest = f" and {len(named) - limit:,} more" if len(named) > limit else ""
+        count = plural(self.total, f"unknown {noun}")
+        return f"{count} in {plural(self.texts, 'line')}: {shown}{rest}"
 
 
 def shown_token(token: str) -> str:
-    """A token in quotes, with its code point where the eye may not tell."""
+    """A token in quotes; a single non-ASCII character with its code point."""
     short = token if len(token) <= 24 else token[:23] + "…"
     if len(token) == 1 and not token.isascii():
         return f"{short!r} (U+{ord(token):04X})"

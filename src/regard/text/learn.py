@@ -1,4 +1,4 @@
-"""Learning a tokenizer for a training file: which scheme suits its text, and how much of it to learn from."""
+"""Learns a tokenizer from training data: chooses a scheme for the text, and the amount of text to learn from."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from regard.recipe import Text
 from regard.text.codec import Codec
 from regard.text.tokenizer import LEARNED, Tokenizer, parse_scheme
 
-SAMPLE = 10_000  # texts looked at, drawn from all; taking every n-th would fall for patterns in the file
-CUT = 1_000  # characters looked at of each
+SAMPLE_TEXTS = 10_000  # drawn at random, since every n-th text could follow a pattern in the file
+SAMPLE_CHARACTERS = 1_000  # of each text
 
-# (lines up to, tokens): few lines cannot teach the embedding of many tokens
+# (maximum number of lines, vocabulary size): few lines cannot train the embeddings of many tokens
 SIZES = ((1_000, 1_000), (5_000, 2_000), (20_000, 4_000), (200_000, 8_000), (2_000_000, 16_000))
-LARGE = 32_000
+MAX_SIZE = 32_000
 
-LEARNED_LINES = 1_000_000  # bpe and unigram learn from about so many lines at most, drawn from all
-LEARNED_TEXT = 50_000_000  # and from so many characters
-# In a script without spaces every line is one long word to the learner, whose memory grows with the length of all
-# different words: 400 MB for these.
-UNBROKEN = 20  # characters between spaces that tell such a script
-UNBROKEN_TEXT = {"bpe": 1_000_000, "unigram": 300_000}
+# bpe and unigram learn from a sample of the text with about this many lines and characters at most
+MAX_LINES = 1_000_000
+MAX_CHARACTERS = 50_000_000
+# In a script without spaces every line is one long word for the learner, whose memory grows with the total length of
+# the distinct words: 400 MB for these limits.
+MIN_UNSPACED_LENGTH = 20  # mean number of characters between spaces in such a script
+MAX_UNSPACED_CHARACTERS = {"bpe": 1_000_000, "unigram": 300_000}
 
 T = TypeVar("T")
 
 
 class BaseText(NamedTuple):
-    """The codec and labels of the run that training starts from, used instead of learning new ones."""
+    """The codec and the labels of the run that training starts from."""
 
     codec: Codec
     labels: tuple[str, ...] = ()
@@ -41,42 +42,43 @@ class BaseText(NamedTuple):
 
 
 class Sample:
-    """The beginnings of some texts (or of texts side by side), drawn from a stream with equal probability."""
+    """A uniform random sample of a stream of texts, or of rows of texts, each text shortened."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, ...]] = []
-        self.count = 0  # of all that passed
+        self.count = 0  # of the whole stream
         self._random = Random(0)
 
     def add(self, *texts: str) -> None:
         self.count += 1
-        if self.count <= SAMPLE:
-            self.rows.append(tuple(text[:CUT] for text in texts))
-        elif (slot := int(self._random.random() * self.count)) < SAMPLE:
-            self.rows[slot] = tuple(text[:CUT] for text in texts)
+        if self.count <= SAMPLE_TEXTS:
+            self.rows.append(tuple(text[:SAMPLE_CHARACTERS] for text in texts))
+        elif (slot := int(self._random.random() * self.count)) < SAMPLE_TEXTS:
+            self.rows[slot] = tuple(text[:SAMPLE_CHARACTERS] for text in texts)
 
     def column(self, index: int = 0) -> list[str]:
         return [row[index] for row in self.rows]
 
 
-def draw_sample(items: Iterable[T], wanted: int, total: int) -> Iterator[T]:
-    """About `wanted` of `total` items, from all over."""
+def draw_sample(items: Iterable[T], count: int, total: int) -> Iterator[T]:
+    """About `count` of `total` items, drawn at random, in order."""
     random = Random(0)
-    return (item for item in items if wanted >= total or random.random() * total < wanted)
+    return (item for item in items if count >= total or random.random() * total < count)
 
 
 class TokenizerChoice(NamedTuple):
-    """A scheme and why."""
+    """A scheme, and the reason for it."""
 
     scheme: str
     reason: str
 
 
 def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
-    """Choose a scheme for text like `sample`, of which there are `lines` lines in all.
+    """Choose a scheme for a text of `lines` lines with this sample.
 
-    Tokens separated by spaces are recognised by their number: few different ones that come again and again, or very
-    short ones. Short lines and unbroken strings over a small alphabet go by character, all else by learned pieces.
+    Tokens separated by spaces (space) are recognised because they are few and repeat often, or are very short. Short
+    lines and lines without spaces over a small alphabet are split into characters (char, nfd), all other text into
+    learned pieces (bpe).
     """
     lines = len(sample) if lines is None else lines
     tokens = Counter(token for text in sample for token in text.split(" ") if token)
@@ -87,14 +89,14 @@ def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
     length = letters.total() / max(1, len(sample))
 
     spaced = sum(" " in text.strip(" ") for text in sample) >= len(sample) / 2
-    again = total / max(1, len(tokens))
-    closed = len(tokens) <= 500 and again >= 20
-    short = size <= 1.5 or (size <= 2.5 and len(tokens) <= 1_000 and again >= 3)
-    if spaced and (closed or short):
+    repetitions = total / max(1, len(tokens))
+    few = len(tokens) <= 500 and repetitions >= 20
+    short = size <= 1.5 or (size <= 2.5 and len(tokens) <= 1_000 and repetitions >= 3)
+    if spaced and (few or short):
         reason = f"{len(tokens):,} distinct tokens separated by spaces, {size:.1f} characters each"
         return TokenizerChoice("space", reason)
     parts = set(unicodedata.normalize("NFD", "".join(letters)))
-    ideographs = len(parts) > 500  # one of them says as much as several letters
+    ideographs = len(parts) > 500  # carry more information per character
     if (words < 1.5 and len(parts) <= 100) or length <= (10 if ideographs else 30 if words < 3 else 12):
         composed = all(unicodedata.is_normalized("NFC", text) for text in sample)
         if composed and len(parts) <= 0.75 * len(letters):
@@ -102,20 +104,20 @@ def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
             return TokenizerChoice("nfd", reason)
         reason = f"short lines (mean {words:.1f} words, {length:.1f} characters, {len(letters)} distinct)"
         return TokenizerChoice("char", reason)
-    number = next((number for most, number in SIZES if lines <= most), LARGE)
+    number = next((number for limit, number in SIZES if lines <= limit), MAX_SIZE)
     reason = f"sentences (mean {words:.1f} words, {length:.0f} characters), {plural(lines, 'line')}"
     return TokenizerChoice(f"bpe:{number}", reason)
 
 
 def learned_lines(scheme: str, sample: Sequence[str], lines: int) -> int:
-    """How many of `lines` lines a scheme learns from."""
+    """The number of lines to learn from, of `lines` lines."""
     kind = parse_scheme(scheme).kind
     if kind not in LEARNED:
         return lines
     characters = sum(map(len, sample))
     words = sum(len(text.split()) for text in sample)
-    budget = LEARNED_TEXT if characters <= UNBROKEN * words else UNBROKEN_TEXT[kind]
-    return min(lines, LEARNED_LINES, max(1, budget * len(sample) // max(1, characters)))
+    budget = MAX_CHARACTERS if characters <= MIN_UNSPACED_LENGTH * words else MAX_UNSPACED_CHARACTERS[kind]
+    return min(lines, MAX_LINES, max(1, budget * len(sample) // max(1, characters)))
 
 
 def learn_tokenizer(
@@ -128,9 +130,9 @@ def learn_tokenizer(
     mask: bool = False,
     line_ends: bool = False,
 ) -> tuple[Tokenizer, str]:
-    """Learn a tokenizer -> it, and a note on it; `texts` gives the texts of about so many of the lines.
+    """Learn a tokenizer -> the tokenizer and a note on it; `texts` returns the texts of about N lines.
 
-    With `line_ends`, tokens keep the white space between them: instead of space, word is chosen.
+    With `line_ends`, the white space between tokens must be kept, so word is chosen instead of space.
     """
     choice = choose(sample, lines) if request == "auto" else TokenizerChoice(request, "as asked for")
     if line_ends and choice.scheme == "space":
@@ -140,15 +142,15 @@ def learn_tokenizer(
 
 
 def requests(text: Text) -> dict[str, str]:
-    """The schemes asked for, by side, or one for both."""
+    """The requested scheme of each side, or of the shared vocabulary."""
     return {"shared": one_request(text, "text.shared: one vocabulary")} if text.shared else _by_side(text)
 
 
-def one_request(text: Text, what: str) -> str:
-    """The scheme asked for where there is one vocabulary."""
+def one_request(text: Text, noun: str) -> str:
+    """The requested scheme of a single vocabulary; `noun` names it in the error."""
     schemes = sorted({request for request in _by_side(text).values() if request != "auto"}) or ["auto"]
     if len(schemes) > 1:
-        raise UserError(f"{what} cannot be {' and '.join(schemes)}; ask for the same on both sides")
+        raise UserError(f"{noun} cannot be {' and '.join(schemes)}; ask for the same on both sides")
     return schemes[0]
 
 

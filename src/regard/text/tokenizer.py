@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, by a scheme of ours or as a model from elsewhere brought it along."""
+"""Tokenizers: text to ids and back, by one of our schemes or with the tokenizer of an imported model."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from regard.errors import UserError, plural
 from regard.files import replace_file
 from regard.suggest import closest
 
-SIMPLE = ("char", "nfd", "space", "word", "byte")  # the tokens follow from the text
-LEARNED = ("bpe", "unigram")  # the tokens are learned, as many as asked for
+SIMPLE = ("char", "nfd", "space", "word", "byte")  # the text is split by a rule
+LEARNED = ("bpe", "unigram")  # a vocabulary of the requested size is learned
 ALLOWED = "char, nfd, space, word, byte, bpe:N, unigram:N (N tokens, for example bpe:8000) or auto"
 SMALLEST = 260  # four special tokens and 256 bytes
 LARGEST = 1_000_000
 
-IDS = SpecialIds()  # of the vocabularies that we learn; imported ones have their own
-SPECIALS = tuple(f"< {name} >" for name in ("pad", "unk", "sos", "eos", "mask"))  # the last only when asked for
-EVERY = 2**40  # more tokens than any text has
+IDS = SpecialIds()  # of learned vocabularies; imported ones may differ
+SPECIALS = tuple(f"< {name} >" for name in ("pad", "unk", "sos", "eos", "mask"))  # mask is optional
+UNLIMITED = 2**40  # tokens
 
-_INSIDE = r"\p{L}\p{M}\p{N}_\x{200C}\x{200D}"  # letters, marks, digits and the joiners that some scripts write in words
+_INSIDE = r"\p{L}\p{M}\p{N}_\x{200C}\x{200D}"  # letters, marks, digits, joiners
 PATTERNS = {"char": r"[\s\S]", "nfd": r"[\s\S]", "word": rf" ?[{_INSIDE}]+| ?[^\s{_INSIDE}]|[\s\S]"}
 
-# Left alone the library starts threads at its first call, and a process forked later warns or waits for them for ever.
+# By default the library starts threads at its first call; a process that is forked later would warn or hang.
 PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
-_OURS = PARALLELISM_VARIABLE not in os.environ
+_SET_BY_USER = PARALLELISM_VARIABLE in os.environ
 os.environ.setdefault(PARALLELISM_VARIABLE, "false")
 
 
 @contextmanager
 def threads() -> Iterator[None]:
-    """Let the library use all cores for the time being, unless the user's environment says otherwise."""
-    if not _OURS:
+    """Let the library use all cores meanwhile, unless the user has set the environment variable."""
+    if _SET_BY_USER:
         yield
         return
     os.environ[PARALLELISM_VARIABLE] = "true"
@@ -53,14 +53,14 @@ def threads() -> Iterator[None]:
 
 
 class Scheme(NamedTuple):
-    """A way of cutting text into tokens, with the size of the vocabulary where that is free."""
+    """A way to split text into tokens, with the size of the vocabulary if it is learned."""
 
     kind: str
     size: int | None = None
 
 
 def parse_scheme(request: str, where: str = "tokens") -> Scheme:
-    """Read `char`, `bpe:8000` and the like; `auto` is kept as it is."""
+    """Parse `char`, `bpe:8000` etc.; `auto` is allowed."""
     kind, colon, number = request.partition(":")
     if kind in ("auto", *SIMPLE):
         if colon:
@@ -76,7 +76,7 @@ def parse_scheme(request: str, where: str = "tokens") -> Scheme:
             )
         return Scheme(kind, int(number))
     near = closest(kind, ("auto", *SIMPLE, *LEARNED))
-    raise UserError(f"{where}: {request!r} is not a way of cutting text{near}\n  allowed: {ALLOWED}")
+    raise UserError(f"{where}: {request!r} is not a tokenization scheme{near}\n  allowed: {ALLOWED}")
 
 
 def pre_tokenizer(kind: str) -> Any:
@@ -89,24 +89,24 @@ def pre_tokenizer(kind: str) -> Any:
 
 
 def split_simple(kind: str, text: str) -> Sequence[str]:
-    """The tokens of char, nfd and space, without the library: characters, or what is between spaces."""
+    """The tokens of char, nfd and space, without the library: characters, or the words between spaces."""
     if kind == "space":
         return [token for token in text.split(" ") if token]
     return unicodedata.normalize("NFD", text) if kind == "nfd" else text
 
 
 def byte_letters() -> list[str]:
-    """The letter that stands for each of the 256 bytes in byte-level tokens: itself if it can be seen."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
+    """The letter for each of the 256 bytes in byte-level tokens: the character itself if it is visible."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    invisible = [byte for byte in range(256) if byte not in visible]
+    return [chr(byte if byte in visible else 256 + invisible.index(byte)) for byte in range(256)]
 
 
 BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
 def learn(scheme: Scheme, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Library:
-    """Learn the vocabulary of `texts`: special tokens first, then the others, most frequent first."""
+    """Learn a vocabulary from texts: special tokens first, then the others, most frequent first."""
     specials = SPECIALS if mask else SPECIALS[:-1]
     model: Any
     if scheme.kind == "byte":
@@ -130,11 +130,11 @@ def _number_tokens(specials: Sequence[str], tokens: Iterable[str]) -> dict[str, 
 
 
 def _count_tokens(kind: str, texts: Iterable[str], min_count: int) -> list[str]:
-    """The tokens of a simple scheme. The library counts words; for the other schemes a Counter is faster."""
+    """The tokens of a simple scheme, most frequent first. The library counts words faster, a Counter all others."""
     if kind == "word":
         learner = Library(models.WordLevel({}, unk_token=SPECIALS[IDS.unk]))
         learner.pre_tokenizer = pre_tokenizer(kind)
-        trainer = trainers.WordLevelTrainer(vocab_size=EVERY, min_frequency=min_count, show_progress=False)
+        trainer = trainers.WordLevelTrainer(vocab_size=UNLIMITED, min_frequency=min_count, show_progress=False)
         learner.train_from_iterator(texts, trainer)
         vocab = learner.get_vocab()
         return sorted(vocab, key=vocab.__getitem__)
@@ -145,7 +145,7 @@ def _count_tokens(kind: str, texts: Iterable[str], min_count: int) -> list[str]:
 
 
 def _train_library(kind: str, texts: Iterable[str], trainer: Any, size: int) -> dict[str, Any]:
-    """What the library learns, as in its file."""
+    """Train the library's learner -> its model in the format of the tokenizer file."""
     learner = Library(models.BPE() if kind == "bpe" else models.Unigram())
     learner.pre_tokenizer = pre_tokenizer(kind)
     learner.train_from_iterator(
@@ -163,10 +163,10 @@ def _bpe(specials: Sequence[str], texts: Iterable[str], size: int) -> Any:
 
 
 def _unigram(specials: Sequence[str], texts: Iterable[str], size: int) -> Any:
-    """Make the learned pieces fit: at most `size` tokens, among them every byte, the same ones each time.
+    """Learn at most `size` pieces, every byte among them, reproducibly.
 
-    The library gives bytes that it has no score for steps of 0.0001 near the lowest score, in random order; here all of
-    them get the lowest.
+    The library gives bytes without a score one close to the lowest score, in steps of 0.0001 and random order. Here all
+    of them get the lowest score.
     """
     state = _train_library("unigram", texts, trainers.UnigramTrainer, size)
     letters = byte_letters()
@@ -180,28 +180,28 @@ def _unigram(specials: Sequence[str], texts: Iterable[str], size: int) -> Any:
 
 
 T = TypeVar("T")
-UNKNOWN = "⁇"  # how an unknown token is shown: U+2047
+UNKNOWN = "⁇"  # U+2047, shown for an unknown token
 SHOWN = ("<pad>", UNKNOWN, "<sos>", "<eos>", "<mask>")
 
-# Names that begin with this are never found in text, which has no such characters: those of special tokens, so that
-# nothing a user types is one, and in a file those of tokens that are of another text with the same vocabulary.
+# Prefix of token names that never match text, since it consists of noncharacters: the special tokens, and in a file
+# the tokens of the other side of a shared vocabulary.
 HIDDEN = "\U0010fffe\U0010ffff"
-BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # how some vocabularies name single bytes
+BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # names of single bytes in some vocabularies
 
 
 class Tokenizer:
-    """Text <-> ids. `special` ids are never text; `ids` says which of them are padding, unknown, start, end and mask.
+    """Text <-> ids. `special` ids never occur in text; `ids` has the padding, unknown, start, end and mask tokens.
 
-    They come first, 0 to 3 (4 with a mask), in what we learn ourselves:
+    In learned vocabularies they are 0 to 3 (4 with a mask). The schemes:
 
-    char    every code point; exact
-    nfd     every code point after canonical decomposition: letters and marks apart, Hangul as jamo; exact for NFC text
-    space   what stands between spaces (U+0020 only); exact but for doubled, leading and trailing spaces
-    word    words, digits and signs, each with the one space before it; exact
+    char    code points; exact
+    nfd     code points after canonical decomposition: letters, marks and jamo separately; exact for NFC text
+    space   words between spaces (U+0020 only); exact except for doubled, leading and trailing spaces
+    word    words, digits and signs, each with the space before it; exact
     byte    the 256 bytes of UTF-8; exact, nothing is unknown
     bpe:N, unigram:N   learned pieces over bytes; exact, nothing is unknown
 
-    Exact means that `decode(encode([text])[0]) == text` when no token is unknown; an unknown one comes back as `⁇`.
+    Exact means that `decode(encode([text])[0]) == text` if no token is unknown; an unknown token is decoded as `⁇`.
     """
 
     def __init__(self, library: Library) -> None:
@@ -210,7 +210,7 @@ class Tokenizer:
         self.size: int = library.get_vocab_size(with_added_tokens=True)
         tokens = [library.id_to_token(index) or "" for index in range(self.size)]
         self.ids = SpecialIds(mask=4) if tuple(tokens[: len(SPECIALS)]) == SPECIALS else IDS
-        first = len(SPECIALS) if self.ids.mask else len(SPECIALS) - 1  # the first id that is text
+        first = len(SPECIALS) if self.ids.mask else len(SPECIALS) - 1  # id of a text token
         if tuple(tokens[:first]) != SPECIALS[:first] or "" in tokens or library.get_added_tokens_decoder():
             raise UserError("its tokens are not numbered as in a tokenizer of a run")
         self.special = frozenset(range(first))
@@ -227,34 +227,32 @@ class Tokenizer:
     def train(cls, scheme: str, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Tokenizer:
         """Learn a tokenizer from a stream of texts, with a mask token if `mask` is set.
 
-        Tokens rarer than `min_count` are unknown (char, space, word).
-        bpe:N and unigram:N end up with fewer than N tokens when the text does not have so many; `scheme` then says so.
+        In char, nfd, space and word, tokens rarer than `min_count` are unknown. Little text may give bpe:N and
+        unigram:N fewer than N tokens; then `scheme` has the actual number.
         """
         parsed = parse_scheme(scheme)
         if parsed.kind == "auto":
             raise ValueError("auto is resolved by regard.text.learn.choose, before training")
         if parsed.size is not None and parsed.size < SMALLEST + mask:
-            raise UserError(
-                f"tokens: {scheme!r} has no room for the mask beside 256 bytes; ask for {SMALLEST + 1} or more"
-            )
+            raise UserError(f"tokens: {scheme!r} has no room for the mask and 256 bytes; use {SMALLEST + 1} or more")
         with threads():
             return cls(learn(parsed, texts, min_count, mask))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turn each text into ids, without special tokens around it."""
+        """The ids of each text, without special tokens."""
         texts = list(texts)
-        if self._kind in ("char", "nfd", "space"):  # the same, and many times faster, than asking the library
+        if self._kind in ("char", "nfd", "space"):  # much faster than the library, with equal results
             ids, unk = self._ids, self.ids.unk
             return [[ids.get(token, unk) for token in split_simple(self._kind, text)] for text in texts]
         return [self._numbers(encoding) for encoding in self._encodings(texts)]
 
     def _encodings(self, texts: list[str], fast: bool = True) -> list[Any]:
-        """What the library makes of the texts; the fast way gives ids and nothing else."""
+        """Encode with the library; `fast` gives only ids."""
         encode = self._library.encode_batch_fast if fast else self._library.encode_batch
-        with library_errors("the tokenizer cannot cut this text"):
+        with library_errors("the tokenizer cannot split this text"):
             try:
                 encodings: list[Any] = encode(texts, add_special_tokens=False)
-            except TypeError:  # half of a surrogate pair is no text; files cannot hold one, but Python strings can
+            except TypeError:  # half of a surrogate pair, which Python strings can contain
                 encodings = encode([self._clean(text) for text in texts], add_special_tokens=False)
         return encodings
 
@@ -265,19 +263,19 @@ class Tokenizer:
         return list(encoding.ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text; special tokens are skipped wherever they stand, an unknown token is `⁇`."""
+        """The text of ids; special tokens are skipped, an unknown token is `⁇`."""
         unk = self.ids.unk
-        kept = [index for index in ids if index not in self.special or index == unk]
+        text_ids = [index for index in ids if index not in self.special or index == unk]
         if self._bytes is not None:
-            return b"".join([self._bytes[index] for index in kept]).decode("utf-8", "replace")
-        tokens = [UNKNOWN if index == unk else self._tokens[index] for index in kept]
-        if self._kind == "word":  # most words bring their space along; an unknown one has lost it
-            tokens = [f" {token}" if kept[i] == unk and i else token for i, token in enumerate(tokens)]
+            return b"".join([self._bytes[index] for index in text_ids]).decode("utf-8", "replace")
+        tokens = [UNKNOWN if index == unk else self._tokens[index] for index in text_ids]
+        if self._kind == "word":  # words include the space before them; an unknown word has lost it
+            tokens = [f" {token}" if text_ids[i] == unk and i else token for i, token in enumerate(tokens)]
         text = (" " if self._kind == "space" else "").join(tokens)
         return unicodedata.normalize("NFC", text) if self._kind == "nfd" else text
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """One string to show per id; bytes that are not a whole character are written as `\\xe4`."""
+        """A printable string for each id; bytes of incomplete characters are written as `\\xe4`."""
         return [self._piece(index) for index in ids]
 
     def _piece(self, index: int) -> str:
@@ -286,28 +284,28 @@ class Tokenizer:
         return self._tokens[index] if self._bytes is None else self._bytes[index].decode("utf-8", "backslashreplace")
 
     def unknown(self, ids: Iterable[int]) -> int:
-        """How many of the ids are the unknown token."""
+        """The number of unknown tokens among the ids."""
         return sum(map(self._is_unknown, ids))
 
     def _is_unknown(self, index: int) -> bool:
         return index == self.ids.unk
 
     def unknown_tokens(self, text: str) -> list[str]:
-        """The tokens of `text` that this tokenizer does not know, in order, with repetitions."""
+        """The unknown tokens of a text, in order, with repetitions."""
         text = self._clean(text)
         [encoding] = self._encodings([text], fast=False)
         spans = zip(self._numbers(encoding), encoding.offsets, strict=True)
         return [text[start:end] for index, (start, end) in spans if self._is_unknown(index)]
 
     def spellings(self) -> list[bytes]:
-        """The bytes that each token stands for in a text, the space before a word included; none for special tokens."""
+        """The bytes of each token in a text, with the space before a word; no bytes for special tokens."""
         return [b"" if index in self.special else self._spelling(index) for index in range(self.size)]
 
     def _spelling(self, index: int) -> bytes:
         return self._tokens[index].encode("utf-8", "replace") if self._bytes is None else self._bytes[index]
 
     def to_json(self) -> str:
-        """The tokenizer in the library's own format, which other tools read too."""
+        """The tokenizer in the format of the library."""
         return str(self._library.to_str(pretty=False))
 
     def save(self, path: str | Path) -> None:
@@ -315,23 +313,22 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a saved tokenizer; nothing in the file can run code."""
+        """Read a saved tokenizer; the file cannot contain code."""
         return _parsed(path, cls._of_text, "not a tokenizer of ours: ")
 
     @classmethod
     def _of_text(cls, text: str) -> Tokenizer:
         state = checked_state(text)
         if any(state.get(key) for key in ("truncation", "padding", "post_processor", "added_tokens")):
-            raise UserError("it does more than cut text")
+            raise UserError("it has truncation, padding, added tokens or a post-processor")
         return cls(Library.from_str(text))
 
 
 class ForeignTokenizer(Tokenizer):
-    """A tokenizer that came with a model from elsewhere: cutting, numbering and joining are the library's.
+    """The tokenizer of an imported model, applied by the library.
 
-    Text becomes ids without special tokens around it, and special tokens are never found in it. Tokens that are merely
-    added to the vocabulary are. `size` is the number of ids that the model has; pieces numbered higher take part in the
-    cutting and count as unknown.
+    Special tokens are not added to a text, and never matched in it; other tokens added to the vocabulary are matched.
+    `size` is the number of ids of the model; tokens with higher ids count as unknown.
     """
 
     def __init__(self, text: str, ids: SpecialIds, size: int | None = None) -> None:
@@ -355,7 +352,7 @@ class ForeignTokenizer(Tokenizer):
         self._steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turn each text into ids, without special tokens around it."""
+        """The ids of each text, without special tokens."""
         encodings = self._encodings([self._clean(text) for text in texts], fast=not self._aside)
         rows = [self._numbers(encoding) for encoding in encodings]
         if self._more:
@@ -368,14 +365,14 @@ class ForeignTokenizer(Tokenizer):
         return super()._clean(text.replace(HIDDEN, "\N{REPLACEMENT CHARACTER}"))
 
     def _numbers(self, encoding: Any) -> list[int]:
-        """The ids; what is unknown as a whole may be a token of the other text."""
+        """The ids; an unknown token may be a token of the other side."""
         ids, unk, aside = list(encoding.ids), self.ids.unk, self._aside
         if not aside:
             return ids
         return [aside.get(token, i) if i == unk else i for i, token in zip(ids, encoding.tokens, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text; special tokens are skipped wherever they stand, an unknown token is `⁇`."""
+        """The text of ids; special tokens are skipped, an unknown token is `⁇`."""
         flagged = ((index, self._is_unknown(index)) for index in ids)
         tokens = [UNKNOWN if new else self._tokens[i] for i, new in flagged if new or i not in self.special]
         if not self._decoder:
@@ -384,7 +381,7 @@ class ForeignTokenizer(Tokenizer):
             return str(self._decoder.decode(tokens))
 
     def _is_unknown(self, index: int) -> bool:
-        """Whether an id is the unknown token; where another special token stands in for that, none is."""
+        """Whether an id is the unknown token, unless another special token has the same id."""
         ids = self.ids
         return (index == ids.unk and index not in (ids.pad, ids.sos, ids.eos, ids.mask)) or index >= self.size
 
@@ -409,12 +406,12 @@ class ForeignTokenizer(Tokenizer):
         return token.replace("▁", " ").encode() if {"Metaspace", "Replace"} & steps.keys() else token.encode()
 
     def to_json(self) -> str:
-        """The file as it came."""
+        """The text of the imported file."""
         return self._text
 
     @classmethod
     def read(cls, path: str | Path, ids: SpecialIds, size: int | None = None) -> ForeignTokenizer:
-        """Read a tokenizer of the library; nothing in the file can run code."""
+        """Read a tokenizer file of the library; the file cannot contain code."""
         return _parsed(path, lambda text: cls(text, ids, size))
 
 
@@ -429,7 +426,7 @@ def read_text(path: str | Path) -> str:
 
 
 def _parsed(path: str | Path, parse: Callable[[str], T], mistake: str = "") -> T:
-    """What `parse` makes of a tokenizer's file."""
+    """Read and parse a tokenizer file; errors name it."""
     text = read_text(path)
     try:
         with library_errors():
@@ -440,7 +437,7 @@ def _parsed(path: str | Path, parse: Callable[[str], T], mistake: str = "") -> T
 
 @contextmanager
 def library_errors(what: str = "not a readable tokenizer") -> Iterator[None]:
-    """Turn what the library raises into a UserError: plain Exceptions, and panics, which are not even that."""
+    """Turn errors of the library into UserErrors: exceptions, and panics, which are BaseExceptions."""
     try:
         yield
     except UserError:
@@ -452,7 +449,7 @@ def library_errors(what: str = "not a readable tokenizer") -> Iterator[None]:
 
 
 def checked_state(text: str) -> dict[str, Any]:
-    """A tokenizer in the library's format, with ids that it can be trusted with: it makes tables up to the largest."""
+    """Parse the library's format and check the ids: the library allocates tables up to the largest id."""
     state = json.loads(text)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise UserError("not a readable tokenizer: it has no table model")
@@ -467,7 +464,7 @@ def checked_state(text: str) -> dict[str, Any]:
 
 
 def require_ids(ids: Iterable[Any], count: int = 0) -> None:
-    """Refuse a vocabulary of numbers that are no ids, or of too many."""
+    """Refuse invalid ids, and too many of them."""
     wrong = next((index for index in ids if type(index) is not int or not 0 <= index < MAX_TOKENS), None)
     if wrong is not None:
         raise UserError(f"a token has the id {wrong!r:.40}; allowed are 0 to {MAX_TOKENS - 1}")
@@ -476,7 +473,7 @@ def require_ids(ids: Iterable[Any], count: int = 0) -> None:
 
 
 def _recognise(library: Library) -> str:
-    """The kind of scheme that the library's settings amount to."""
+    """The scheme that the settings of the library implement."""
     state: dict[str, Any] = json.loads(library.to_str())
     cut, model = state["pre_tokenizer"] or {}, state["model"]["type"]
     pattern = cut.get("pattern", {})
@@ -494,7 +491,7 @@ def _recognise(library: Library) -> str:
         for kind, regex in PATTERNS.items():
             if pattern == {"Regex": regex}:
                 return kind
-    raise UserError("it cuts text in a way that is not known here")
+    raise UserError("it splits text in an unknown way")
 
 
 def _token_names(model: dict[str, Any]) -> dict[int, str]:
@@ -506,7 +503,7 @@ def _token_names(model: dict[str, Any]) -> dict[int, str]:
 
 
 def _hide(state: dict[str, Any], special: frozenset[int]) -> dict[str, Any]:
-    """The same tokenizer with names of special tokens that no text holds, and without truncation and padding."""
+    """Rename the special tokens so that they never match text, and remove truncation and padding."""
     model = dict(state["model"])
     vocab = model["vocab"]
     names = {token for index, token in _token_names(model).items() if index in special}
