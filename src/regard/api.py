@@ -56,20 +56,20 @@ from regard.training.report import Reporter
 Texts = str | Path | Sequence[str]  # a file with a text per line, or the texts
 
 
-def checked_list(verb: str, what: str, items: Any, kinds: tuple[type, ...], example: str) -> list[Any]:
-    """A list of what a verb takes; one text alone would be taken for a list of its letters."""
+def checked_list(verb: str, noun: str, items: Any, kinds: tuple[type, ...], example: str) -> list[Any]:
+    """The items as a checked list. A single text is refused: it would be read as a list of its letters."""
     if isinstance(items, str | bytes | Example | Request | dict) or not isinstance(items, Iterable):
-        raise UserError(f"{verb}: takes a list of {what}, such as {example}, not {shown_value(items)}")
+        raise UserError(f"{verb}: takes a list of {noun}, such as {example}, not {shown_value(items)}")
     checked = list(items)
     for index, item in enumerate(checked):
         if not isinstance(item, kinds):
-            raise UserError(f"{verb}: takes a list of {what}, such as {example}; item {index} is {shown_value(item)}")
+            raise UserError(f"{verb}: takes a list of {noun}, such as {example}; item {index} is {shown_value(item)}")
         check_texts(f"{verb}: item {index}", item)
     return checked
 
 
 def check_texts(where: str, item: Any) -> None:
-    """Check the fields of an Example: they are texts as in their columns. A Request checks itself."""
+    """Check that the fields of an Example are texts. A Request checks itself."""
     for name in Example._fields if isinstance(item, Example) else ():
         value = getattr(item, name)
         if not isinstance(value, str) and (value is not None or name == "source"):
@@ -78,58 +78,58 @@ def check_texts(where: str, item: Any) -> None:
 
 
 def named_references(references: Any, texts: dict[str, list[str]]) -> list[str]:
-    """Each of several references, as `named_texts` has one."""
-    given = () if references is None else references
-    several = checked_list("evaluate: reference", "files or lists of texts", given, (object,), '["test.ref"]')
-    return [named_texts(f"reference[{index}]", each, texts) for index, each in enumerate(several)]
+    """`named_texts` of every reference."""
+    values = () if references is None else references
+    items = checked_list("evaluate: reference", "files or lists of texts", values, (object,), '["test.ref"]')
+    return [named_texts(f"reference[{index}]", each, texts) for index, each in enumerate(items)]
 
 
-def named_texts(name: str, given: Any, texts: dict[str, list[str]]) -> str:
-    """The file with a text per line; if the texts are given themselves, they go into `texts` under their name."""
-    if isinstance(given, str | Path) and os.path.isfile(given):
-        return str(given)
-    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
-        items = list(given)
+def named_texts(name: str, value: Any, texts: dict[str, list[str]]) -> str:
+    """The path of a file with a text per line. A list of texts is stored in `texts` under `name`, which is returned."""
+    if isinstance(value, str | Path) and os.path.isfile(value):
+        return str(value)
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        items = list(value)
         if all(isinstance(item, str) for item in items):
             texts[name] = items
             return name
-    missing = "; there is no such file" if isinstance(given, str | Path) else ""
+    missing = "; there is no such file" if isinstance(value, str | Path) else ""
     run = "a loaded run, such as regard.load(...), " if name == "against" else ""
-    what = f"{run}a file with a text per line or a list of texts"
-    raise UserError(f"evaluate: {name} is {what}, not {shown_value(given)}{missing}")
+    raise UserError(
+        f"evaluate: {name} is {run}a file with a text per line or a list of texts, not {shown_value(value)}{missing}"
+    )
 
 
 def checked_ids(name: str, ids: Any, vocab: int) -> Tensor:
-    """A table of ids as a tensor, checked."""
+    """A checked tensor of ids."""
     try:
         table = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         table = torch.empty(0)
     if table.ndim != 2 or table.numel() == 0 or table.dtype.is_floating_point or table.dtype == torch.bool:
         raise UserError(f"logits: {name} are equally long rows of whole numbers, not {shown_value(ids)}")
-    least, most = int(table.min()), int(table.max())
-    if least < 0 or most >= vocab:
-        wrong = least if least < 0 else most
-        raise UserError(f"logits: {name}: the ids of this vocabulary are 0 to {vocab - 1}, not {wrong}")
+    for index in (int(table.min()), int(table.max())):
+        if not 0 <= index < vocab:
+            raise UserError(f"logits: {name}: the ids of this vocabulary are 0 to {vocab - 1}, not {index}")
     return table.long()
 
 
-def changed(recipe: Mapping[str, Any] | str | Path | None, given: dict[str, Any], settings: list[str]) -> Recipe:
-    """A recipe with what was given instead, and settings."""
+def changed(recipe: Mapping[str, Any] | str | Path | None, options: dict[str, Any], settings: list[str]) -> Recipe:
+    """A recipe with changed options and settings."""
     try:
-        tables = changed_recipe(recipe, given, settings)
+        tables = changed_recipe(recipe, options, settings)
     except UserError as error:
         raise UserError(str(error).replace("--set ", "settings: ")) from None
     return load_recipe(tables, str(recipe) if isinstance(recipe, str | Path) else "recipe")
 
 
 def _setting_text(value: Any) -> str:
-    """A value as TOML, on one line where TOML allows it."""
+    """A value as TOML, on one line if possible."""
     return to_toml({"": [value]}).strip().removeprefix('"" = [').removesuffix("]").strip().removesuffix(",")
 
 
 def as_settings(settings: Mapping[str, Any] | None) -> list[str]:
-    """Settings as they are written on a command line."""
+    """Settings in the form of a command line, KEY=VALUE."""
     if settings is None:
         return []
     if not isinstance(settings, Mapping):
@@ -151,7 +151,7 @@ BATCHING = tuple(BatchSettings.__annotations__)
 
 
 class LoadedRun(Run):
-    """A run that answers: `generate`, `stream`, `score`, `classify`, `evaluate`, `attention`, `embed` and `logits`."""
+    """A run with methods to answer: `generate`, `score`, `classify`, `evaluate`, `attention` and others."""
 
     @checked_call(Options)
     def generate(
@@ -162,16 +162,16 @@ class LoadedRun(Run):
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
     ) -> list[list[Hypothesis]]:
-        """The best outputs for every input, a list for each.
+        """The best outputs for every input, as one list of hypotheses per input.
 
-        Inputs are texts, or `Example` and `Request`; runs of the `ensemble` decode together. `options` keeps settings
-        for many calls, and keywords change them. A masked language model fills the masks of a text (`<mask>`, or as its
-        vocabulary names it), with the candidates of each in `top_tokens`.
+        Inputs are texts, `Example` or `Request`. The runs of the `ensemble` decode together with this one. Keywords
+        override `options`, which can be reused for many calls. A masked language model fills the masks of a text
+        (`<mask>`, or the mask token of its vocabulary); `top_tokens` has the candidates of each mask.
         """
         requests = checked_list("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
         answer = fill_masks if self.task.name == "masked" else generate
-        found = answer(self._runs(ensemble), requests, self._options(options, settings))
-        return Results(map(Results, found), [item if isinstance(item, str) else item.source for item in requests])
+        hypotheses = answer(self._runs(ensemble), requests, self._options(options, settings))
+        return Results(map(Results, hypotheses), [item if isinstance(item, str) else item.source for item in requests])
 
     @checked_call(Options)
     def stream(
@@ -182,9 +182,9 @@ class LoadedRun(Run):
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
     ) -> TokenStream:
-        """The output for one input as it is decided, token by token; greedy unless `sample` is set.
+        """The output for one input, token by token, by greedy search or with `sample`.
 
-        Closing the stream ends the decoding; its `hypothesis` is the whole output at the end.
+        Closing the stream stops decoding; after the last token `hypothesis` is the complete output.
         """
         if not isinstance(item, str | Example | Request):
             raise UserError(f"stream: takes one text, regard.Example or regard.Request, not {shown_value(item)}")
@@ -213,9 +213,9 @@ class LoadedRun(Run):
     def classify(
         self, inputs: Iterable[str | Example] | NDArray[Any], **settings: Unpack[BatchSettings]
     ) -> list[Classification]:
-        """The label of every text, or image, with the probabilities of all labels.
+        """The label of every text or image, with the probabilities of all labels.
 
-        Images are an array (images, [channels,] height, width) with numbers as in the file of the training.
+        Images are an array (images, [channels,] height, width) with the value range of the training data.
         """
         if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "biuf":
             if inputs.ndim not in (3, 4):
@@ -225,8 +225,8 @@ class LoadedRun(Run):
             return Results(classify_images(self, inputs[:, None] if inputs.ndim == 3 else inputs))
         options = Options.of(**settings)
         texts = checked_list("classify", "texts", inputs, (str, Example), '["abc"]')
-        found = classify(self, texts, options.batch_tokens, options.max_source)
-        return Results(found, [item if isinstance(item, str) else item.source for item in texts])
+        labels = classify(self, texts, options.batch_tokens, options.max_source)
+        return Results(labels, [item if isinstance(item, str) else item.source for item in texts])
 
     @checked_call(Options)
     def evaluate(
@@ -250,37 +250,39 @@ class LoadedRun(Run):
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
     ) -> Evaluation:
-        """Scores on held-out data of the run's task: a file, or the same in memory, as `train` takes it.
+        """Scores on held-out data: a file, or data in memory, as for `train`.
 
-        Of pairs the sources are decoded, as the options say, with the runs of the `ensemble` if there are any, and by
-        the `engine`. Each further `reference`, and `outputs` to judge in place of the run's own, is a file with a text
-        per line or a list of texts, one for each example. Without `metrics` those are taken that fit; `against` is
-        another run, or outputs, to compare with; `bootstrap` is the number of samples for the 95 % intervals, 0 for
-        none; `confusions` is how many to tell. `context` and `memory` are the tokens of plain text that a model reads
-        at a time and remembers.
+        Sources of pairs are decoded with these options, the runs of the `ensemble` and the `engine`. `reference` has
+        further references, and `outputs` are evaluated instead of the run's own; each is a file with a text per line
+        or a list with a text per example. `metrics` depend on the data by default. `against` is another run, or
+        outputs, to compare with. `bootstrap` is the number of samples for the 95% intervals (0: none), `confusions`
+        the number of confusions to report. `context` and `memory` are the tokens of plain text that a model reads at a
+        time and remembers.
         """
         values = {
             "metrics": metrics, "bleu_tokenize": bleu_tokenize, "lowercase": lowercase, "bootstrap": bootstrap,
             "confusions": confusions, "context": context, "memory": memory, "engine": engine, "strict": strict,
         }  # fmt: skip
-        asked = parse(EvaluationOptions, {name: x for name, x in values.items() if x is not None}, "evaluate")
+        evaluation_options = parse(
+            EvaluationOptions, {name: x for name, x in values.items() if x is not None}, "evaluate"
+        )
         texts: dict[str, list[str]] = {}
         references = named_references(reference, texts)
-        ready = None if outputs is None else named_texts("outputs", outputs, texts)
+        output_file = None if outputs is None else named_texts("outputs", outputs, texts)
         other = against if against is None or isinstance(against, Run) else named_texts("against", against, texts)
         runs = self._runs(ensemble)
         named: tuple[Column, ...] = () if columns is None else parse_columns(columns, bool(references))
-        lines = {"columns": named, "reference": references, "outputs": ready, "ensemble": runs[1:]}
-        engine = asked.engine or "torch"
+        lines = {"columns": named, "reference": references, "outputs": output_file, "ensemble": runs[1:]}
+        engine = evaluation_options.engine or "torch"
 
         def open_one(runs: Sequence[Run], options: Options) -> Engine:
             return open_engine(runs, options, engine, "none", 1 if engine == "torch" else None)
 
         request = EvaluationRequest(
-            options=asked,
-            chosen={*settings, *asked.chosen, *(name for name, value in lines.items() if value)},
+            options=evaluation_options,
+            chosen={*settings, *evaluation_options.chosen, *(name for name, value in lines.items() if value)},
             runs=runs,
-            outputs=ready,
+            outputs=output_file,
             against=other,
             references=references,
             texts=texts,
@@ -302,10 +304,10 @@ class LoadedRun(Run):
     def attention(
         self, source: str | Example | NDArray[Any], target: str | None = None, *, beam: int = 5, more: int = 0
     ) -> Trace:
-        """Every attention map of one example, by name; the output is `target`, or the best that a search finds.
+        """Every attention map of one example, by name, with `target` or the best output of a beam search.
 
-        For a language model `target` is the continuation, without it the model continues for `more` tokens; for a
-        classifier it is a label. An image is an array as in its file, (channels, height, width).
+        For a language model `target` is the continuation; without it the model generates `more` tokens. For a
+        classifier `target` is a label. An image is an array (channels, height, width), with numbers as in its file.
         """
         if target is not None and not isinstance(target, str):
             raise UserError(f"attention: target is a text, not {shown_value(target)}")
@@ -318,8 +320,8 @@ class LoadedRun(Run):
             raise UserError(f"attention: takes one text, regard.Example or image, not {shown_value(source)}")
         check_texts("attention", source)
         example = Example(source) if isinstance(source, str) else source
-        given = target or example.target
-        if remark := unknown_remark(self.codec, example._replace(target=None if self.task.labels else given)):
+        answer = target or example.target
+        if remark := unknown_remark(self.codec, example._replace(target=None if self.task.labels else answer)):
             warnings.warn(f"attention: {remark}", stacklevel=2)
         return trace_example(self, example, target, beam, more)
 
@@ -342,8 +344,10 @@ class LoadedRun(Run):
     def logits(
         self, source_ids: Sequence[Sequence[int]] | Tensor, target_ids: Sequence[Sequence[int]] | Tensor | None = None
     ) -> Tensor:
-        """Logits of the token after each given one; rows are equally long, targets begin with a start token."""
-        device, config, task = self.model.device, self.config, self.task
+        """Logits of the next token at every position. Rows have the same length; targets begin with a start token."""
+        device = self.model.device
+        config = self.config
+        task = self.task
         if task.reads == "images":
             raise UserError(f"{self.path}: logits reads ids of tokens, but this model reads images")
         if task.seq2seq and target_ids is None:
@@ -366,13 +370,13 @@ class LoadedRun(Run):
         batch_tokens: int = EMBED_TOKENS,
         average_windows: bool = False,
     ) -> NDArray[np.float32]:
-        """A vector for each text, (texts, width): the mean of an encoder's vectors of its tokens, of length one.
+        """A vector for each text, (texts, width): the mean of the encoder's token vectors, normalised to length one.
 
-        A text with more tokens than the model has positions is truncated, with a warning; with `average_windows` the
-        mean is over all its tokens, read in windows.
+        A text with more tokens than the model has positions is truncated, with a warning; `average_windows` reads all
+        its tokens in windows instead.
         """
         if self.task.name != "masked":
-            raise UserError(f"{self.path}: embed needs an encoder alone that gives a vector for every token")
+            raise UserError(f"{self.path}: embed needs a masked language model, an encoder without a decoder")
         texts = checked_list("embed", "texts", texts, (str,), '["abc"]')
         Options.of(batch_tokens=batch_tokens)
         vectors, truncated, limit = embed(self, texts, batch_tokens, average_windows, normalize)
@@ -382,9 +386,9 @@ class LoadedRun(Run):
 
 
 def load(path: str | Path, device: str | torch.device = "cpu", *, verify: bool = False) -> LoadedRun:
-    """Open a run directory; the device is cpu, cuda, cuda:N, mps, or auto for a GPU if there is one.
+    """Open a run directory on a device: cpu, cuda, cuda:N, mps, or auto for a GPU if there is one.
 
-    Its files must be those that were saved; with `verify` large weights are compared in full too, not only by size.
+    Changed files are refused. Large weights are compared by size only, with `verify` by content.
     """
     if not isinstance(path, str | Path):
         raise UserError(f"load: takes the path of a run directory, not {shown_value(path)}")
@@ -415,11 +419,12 @@ def train(
     resume: bool = False,
     reporter: Reporter | None = None,
 ) -> LoadedRun:
-    """Train, and open the run that is written to `out`. Silent without a `reporter`.
+    """Train a model, write the run to `out` and open it. Without a `reporter` nothing is printed.
 
-    A recipe is a `Recipe`, its tables, a TOML file or a shipped name; without one, everything is chosen from the data.
-    Keywords change it, and `settings` all else, as `--set` does: {"lr": 1e-3, "decoder.layers": 2}. The data, and those
-    to validate on, are a file or in memory: pairs in a list, a frame, a dataset; texts for a language model.
+    The recipe is a `Recipe`, its tables, a TOML file or the name of a shipped recipe; settings without a value are
+    chosen from the data. Keywords change the recipe; `settings` changes all other keys, as `--set` does:
+    {"lr": 1e-3, "decoder.layers": 2}. Training and validation data are files or data in memory: a list of pairs, a
+    data frame, a dataset, or texts for a language model.
     """
     if isinstance(recipe, Recipe):
         recipe = recipe.model_dump(exclude_unset=True)
@@ -431,7 +436,7 @@ def train(
         raise UserError(f"train: out is the path of a run directory, not {shown_value(out)}")
     if reporter is not None and not all(hasattr(reporter, name) for name in ("say", "event", "loss", "tick", "close")):
         raise UserError(f"train: reporter shows progress, as regard.make_reporter() does, not {shown_value(reporter)}")
-    options = {
+    options: dict[str, Any] = {
         "task": task,
         "preset": preset,
         "data.columns": columns,
@@ -445,21 +450,21 @@ def train(
         "train.workers": workers,
         "train.device": device,
     }
-    given = {key: value for key, value in options.items() if value is not None}
+    options = {key: value for key, value in options.items() if value is not None}
     changes = as_settings(settings)
     memory = {}
-    # What data in memory is taken for depends on the task, which only the recipe may name.
-    plain = changed(recipe, given, changes)
+    # The task of the recipe decides how data in memory is read.
+    plain = changed(recipe, options, changes)
     if data is None and plain.data.train is None and plain.data.source is None and not resume:
         raise UserError("train: no training data: give data=, a file or examples in memory")
     fixed = "columns" in plain.data.model_fields_set or data is None or isinstance(data, str | Path)
     expected = plain.data.columns if fixed else None
     for role, name, each in (("train", "data", data), ("valid", "valid", valid)):
         if isinstance(each, str | Path):
-            given[f"data.{role}"] = str(each)
+            options[f"data.{role}"] = str(each)
         elif each is not None:
             memory[role] = in_memory(each, TASKS[plain.task].reads, name, expected)
-            given |= {f"data.{role}": MEMORY, "data.columns": memory[role].columns}
+            options |= {f"data.{role}": MEMORY, "data.columns": memory[role].columns}
             expected = memory[role].columns
-    fit(changed(recipe, given, changes), out, resume, Reporter() if reporter is None else reporter, memory)
+    fit(changed(recipe, options, changes), out, resume, Reporter() if reporter is None else reporter, memory)
     return load(out)

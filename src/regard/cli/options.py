@@ -196,6 +196,8 @@ def _head(text: str) -> tuple[int, int]:
 
 def usable_here(options: Options, device: torch.device) -> Options:
     """The options with a precision that works on the device; a message warns that outputs may differ with it."""
+    if options.precision == "fp32":
+        return options
     usable = usable_options(options, device, message)
     if usable.precision != "fp32":
         message(f"precision: {usable.precision}: faster, but outputs and scores may differ from those in fp32")
