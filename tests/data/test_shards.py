@@ -17,7 +17,8 @@ from regard.data import encode, pairs, plain_text, reader
 from regard.data import prepare as prepared
 from regard.data.prepare import prepare
 from regard.errors import UserError
-from regard.parallel.children import Child, Message, Template
+from regard.parallel.children import Child, Template
+from regard.parallel.messages import Message
 from regard.recipe import load_recipe
 
 CHANCE = random.Random(7)

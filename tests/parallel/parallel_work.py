@@ -9,7 +9,8 @@ from typing import Any
 
 from regard.errors import UserError
 from regard.parallel import children
-from regard.parallel.children import Channel, Message, Template, answer_requests
+from regard.parallel.children import Template, answer_requests
+from regard.parallel.messages import Channel, Message
 
 
 def echo(channel: Channel, settings: dict[str, Any]) -> None:

@@ -19,17 +19,8 @@ from hypothesis import strategies as st
 from kit.preloaded import new_interpreter
 from regard.errors import UserError
 from regard.parallel import children, cores
-from regard.parallel.children import (
-    Channel,
-    Child,
-    ChildDied,
-    ChildFault,
-    Message,
-    Template,
-    Unpacker,
-    ordered_map,
-    pack,
-)
+from regard.parallel.children import Child, ChildDied, ChildFault, Template, ordered_map
+from regard.parallel.messages import Channel, Message, Unpacker, pack
 
 HERE = "parallel_work"
 Start = Callable[[str], Child]

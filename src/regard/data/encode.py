@@ -26,7 +26,8 @@ from regard.config import parse
 from regard.data.reader import TOO_LONG, LineCounter, Located
 from regard.data.tables import SOURCES, Corpora, LineBlock, Splitter
 from regard.errors import UserError, plural
-from regard.parallel.children import Child, Message, Template, Unpacker, Work, answer_requests, ordered_map, pack
+from regard.parallel.children import Child, Template, Work, answer_requests, ordered_map
+from regard.parallel.messages import Message, Unpacker, pack
 from regard.recipe import Data
 from regard.text.codec import Codec, Example, TextConfig
 from regard.text.tokenizer import PARALLELISM_VARIABLE, Tokenizer, threads

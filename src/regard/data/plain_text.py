@@ -20,7 +20,7 @@ from regard.data.reader import BYTE_ORDER_MARK, ENCODING, READ_BYTES, LineCounte
 from regard.data.store import Flat, Row, append
 from regard.data.tables import Corpora, format_of, open_table
 from regard.errors import UserError, plural
-from regard.parallel.children import Message
+from regard.parallel.messages import Message
 from regard.recipe import Recipe
 from regard.tasks import TASKS
 from regard.text.codec import Codec

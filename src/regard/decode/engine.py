@@ -39,7 +39,8 @@ from regard.decode.search_inputs import Preparer, out_of_memory
 from regard.device import tune_allocator
 from regard.errors import UserError
 from regard.parallel import children
-from regard.parallel.children import Channel, Child, ChildDied, Message
+from regard.parallel.children import Child, ChildDied
+from regard.parallel.messages import Channel, Message
 from regard.run import Run
 from regard.text.tokenizer import PARALLELISM_VARIABLE
 

@@ -13,13 +13,11 @@ error if it fails.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -35,115 +33,17 @@ from contextlib import suppress
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, TypeVar
 
 from regard.errors import UserError
+from regard.parallel.messages import Channel, Message
 
 NO_FORK = "REGARD_NO_FORK"  # environment variable: start every child as a new interpreter, as on Windows
 STDERR_LINES = 15  # of a failed child, shown in the error
 POLL_SECONDS = 0.005
-READ_BYTES = 1 << 18
-MAX_HANDLES = 64  # in a message
-FRAME = struct.Struct("!II")  # bytes of JSON, number of parts
-PART = struct.Struct("!Q")  # bytes of a part
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-# Messages
-
-
-class Message(NamedTuple):
-    """A JSON object, and bytes that would be expensive as JSON."""
-
-    header: dict[str, Any]
-    parts: Sequence[bytes] = ()
-
-
-def pack(message: Message) -> bytes:
-    """A message as bytes: lengths, JSON, parts. Never pickle."""
-    data = json.dumps(message.header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    sizes = [PART.pack(len(part)) for part in message.parts]
-    return b"".join([FRAME.pack(len(data), len(sizes)), *sizes, data, *message.parts])
-
-
-class Unpacker:
-    """Splits a stream of bytes into messages."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that these bytes complete."""
-        self._buffer += data
-        while (message := self._next()) is not None:
-            yield message
-
-    def _next(self) -> Message | None:
-        buffer = self._buffer
-        if len(buffer) < FRAME.size:
-            return None
-        length, count = FRAME.unpack_from(buffer)
-        start = FRAME.size + count * PART.size
-        if len(buffer) < start:
-            return None
-        sizes = [PART.unpack_from(buffer, FRAME.size + i * PART.size)[0] for i in range(count)]
-        if len(buffer) < start + length + sum(sizes):
-            return None
-        header = json.loads(buffer[start : start + length].decode("utf-8", "surrogatepass"))
-        start += length
-        parts = []
-        for size in sizes:
-            parts.append(bytes(buffer[start : start + size]))
-            start += size
-        del buffer[:start]
-        return Message(header, parts)
-
-
-class Channel:
-    """One end of a socket pair, used by one thread at a time."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.handles: deque[int] = deque()  # file descriptors received, in order
-        self._unpacker = Unpacker()
-        self._messages: deque[Message] = deque()
-
-    def send(self, header: dict[str, Any], parts: Sequence[bytes] = (), handles: Sequence[int] = ()) -> None:
-        """Send a message; `handles` are open file descriptors that the receiver gets copies of."""
-        data = pack(Message(header, parts))
-        if handles:
-            sent = socket.send_fds(self.connection, [data], handles)
-            data = data[sent:]
-        self.connection.sendall(data)
-
-    def receive(self) -> Message | None:
-        """The next message, or None if the other side has closed."""
-        while not self._messages:
-            try:
-                if sys.platform == "win32":
-                    data = self.connection.recv(READ_BYTES)
-                else:
-                    data, handles, _, _ = socket.recv_fds(self.connection, READ_BYTES, MAX_HANDLES)
-                    self.handles.extend(handles)
-            except ConnectionError:
-                return None
-            if not data:
-                return None
-            self._messages.extend(self._unpacker.feed(data))
-        return self._messages.popleft()
-
-    @property
-    def readable(self) -> bool:
-        """Whether `receive` would return at once."""
-        return bool(self._messages) or bool(select.select([self.connection], [], [], 0)[0])
-
-    def close(self) -> None:
-        self.connection.close()
-
-
-# Children
 
 
 class ChildDied(UserError):
@@ -232,11 +132,11 @@ class Child:
         else:
             how = f"ended with status {status}"
         hint = " (out of memory?)" if status == -9 else ""
-        return f"{self.name} {how}{hint}{''.join(f'{chr(10)}  {line}' for line in self.last_lines())}"
+        return "\n  ".join([f"{self.name} {how}{hint}", *self.last_lines()])
 
     def last_lines(self) -> list[str]:
         """The last lines of its stderr, if that is captured."""
-        if self._stderr is None:
+        if self._stderr is None or sys.platform == "win32":  # which has no reads at a position
             return []
         size = os.fstat(self._stderr.fileno()).st_size
         tail = os.pread(self._stderr.fileno(), 1 << 16, max(0, size - (1 << 16)))

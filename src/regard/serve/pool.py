@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from regard.parallel.children import Child, ChildDied, Message, Template, Unpacker, pack
+from regard.parallel.children import Child, ChildDied, Template
+from regard.parallel.messages import Message, Unpacker, pack
 
 EXIT_SECONDS = 3.0  # grace period before a process that should have exited is killed
 ONEDNN_PRIMITIVES = 256  # compiled matrix products that a worker caches, one per shape; the default, 1,024, is too much

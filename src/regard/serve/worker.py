@@ -22,7 +22,8 @@ from regard.answers import Answerer, BatchTask, Cancelled, Result, describe
 from regard.api import load
 from regard.decode.engine import TorchEngine
 from regard.device import release_memory
-from regard.parallel.children import Channel, Work
+from regard.parallel.children import Work
+from regard.parallel.messages import Channel
 
 RELEASE_SECONDS = 5.0  # between returns of freed memory: batches of different sizes fragment the heap
 WORKER_NICENESS = 10  # the event loop needs little time, and gets a core at once when it needs one
