@@ -1,4 +1,4 @@
-"""The cache of prepared data: runs on the same text with the same settings share it, and no others."""
+"""The cache of prepared data is shared by runs with the same text and settings, and only by them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return written
 
 
-def test_runs_share_what_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_share_cache_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
     made(tmp_path / "alone", {"train": data["train"]})
     written = counted(monkeypatch)
     first = made(tmp_path / "one", data)
-    moved = {**data, "train": table(tmp_path / "moved.tsv", PAIRS)}  # what counts is the text
+    moved = {**data, "train": table(tmp_path / "moved.tsv", PAIRS)}  # the key depends on the text, not on the path
     second = made(tmp_path / "two", moved, seed=2)
     assert len(written) == 1 and contents(tmp_path / "one") == contents(tmp_path / "two") == contents(
         tmp_path / "alone"
@@ -68,7 +68,7 @@ def test_the_cache_depends_on_the_tokenizers_of_a_base(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
-def test_what_can_be_read_once_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdin_and_memory_are_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "".join(f"{a}\t{b}\n" for a, b in PAIRS).encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
     made(tmp_path / "data", {"train": "-", "cache": str(tmp_path / "cache")})
@@ -110,9 +110,7 @@ def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
         made(tmp_path / "run", data)
 
 
-def test_a_strict_run_takes_only_what_a_strict_run_has_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strict_run_shares_only_with_strict_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = str(tmp_path / "cache")
     bad = {"train": table(tmp_path / "bad.tsv", [*PAIRS, ("bad",)]), "cache": cache}
     made(tmp_path / "lenient", bad)

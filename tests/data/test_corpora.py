@@ -129,14 +129,14 @@ def test_row_groups_of_any_size_are_read_in_parts(
 
 
 def test_blocks_of_parquet_hold_their_text(tmp_path: Path) -> None:
-    """By it a shard is found again after a kill, so one of a file that changed is not."""
+    """The text is part of the name of a shard, so a shard of a changed file is not used after a kill."""
     paths = [write(tmp_path / f"{name}.parquet", [(name, name.upper())] * 60) for name in ("a", "b", "a-again")]
     Path(paths[2]).write_bytes(Path(paths[0]).read_bytes())
     one, other, same = ([b.chunk for b in Corpora.of_tables([p], ("source", "target"), None).blocks()] for p in paths)
     assert one == same != other
 
 
-def test_files_with_both_sides_are_not_one_of_them(tmp_path: Path) -> None:
+def test_jsonl_and_parquet_cannot_be_parallel_files(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", PAIRS)
     with pytest.raises(
         UserError, match=r"a\.jsonl: JSONL and Parquet have both sides in one file, .*; give it with --data"
@@ -154,7 +154,7 @@ def test_a_missing_package_is_named_with_its_extra(name: str, package: str, tmp_
     assert "pip install -c constraints.txt -e '.[corpora]'" in str(caught.value)
 
 
-def test_zstandard_that_is_cut_short_is_noticed(tmp_path: Path) -> None:
+def test_truncated_zstandard_data_is_detected(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.tsv.zst", PAIRS))
     data = path.read_bytes()
     path.write_bytes(data + data)  # two frames are two files, one after the other
@@ -165,7 +165,7 @@ def test_zstandard_that_is_cut_short_is_noticed(tmp_path: Path) -> None:
             list(Corpora.of_tables([str(path)], ("source", "target"), None).read(LineCounter()))
 
 
-def test_several_files_are_one(tmp_path: Path) -> None:
+def test_several_files_are_one_data_set(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     for number, name in enumerate(["a.tsv", "b.jsonl", "c.tsv.gz"]):
         write(tmp_path / "c" / name, PAIRS[100 * number : 100 * (number + 1) if number < 2 else None])
@@ -219,7 +219,7 @@ def test_plain_text_of_several_files(tmp_path: Path) -> None:
     assert "2.part:1" in "\n".join(found.notes)
 
 
-def test_files_that_a_pattern_matches_later_are_noticed(tmp_path: Path) -> None:
+def test_new_matches_of_a_pattern_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "a.tsv", PAIRS)
     order = load_recipe({"data": {"train": str(tmp_path / "*.tsv")}, "text": CHAR})
     prepare(order, tmp_path / "data")
@@ -244,7 +244,7 @@ def test_duplicates_are_skipped_wherever_they_are(tmp_path: Path) -> None:
     assert f"31 {DUPLICATE} ({paths[0]}:{len(PAIRS) + 1}, " in note and f"1 empty side ({paths[0]}:" in note
 
 
-def test_duplicates_equal_those_of_a_set(tmp_path: Path) -> None:
+def test_duplicates_are_the_same_as_with_a_set(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     pairs = [PAIRS[index] for index in random.integers(0, 300, 2000)]
     corpora = Corpora.of_tables([write(tmp_path / "a.tsv", pairs)], ("source", "target"), None).without_duplicates()

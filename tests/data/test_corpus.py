@@ -1,4 +1,4 @@
-"""What is written to a corpus is read from it, row by row and batch by batch."""
+"""A corpus returns the rows and batches that were written to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(path: Path, codec: Codec = CODEC, limit: int = 512, counter: LineCount
 
 @pytest.mark.parametrize("small", [0, 1 << 20])  # read by parts, or mapped
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_rows_are_what_the_codec_says(small: int, chunk: int, tmp_path: Path, monkeypatch) -> None:
+def test_rows_equal_the_ids_of_the_codec(small: int, chunk: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "MAX_MAPPED_BYTES", small)
     monkeypatch.setattr(module, "MAX_CHUNK", chunk)
     monkeypatch.setattr(module, "MAX_OFFSETS", chunk)
@@ -86,7 +86,7 @@ def test_too_many_tokens_are_skipped_counted_and_named(tmp_path: Path) -> None:
         write(tmp_path / "d", limit=12, counter=LineCounter(strict=True))
 
 
-def test_a_batch_is_its_rows(tmp_path: Path) -> None:
+def test_a_batch_contains_its_rows(tmp_path: Path) -> None:
     write(tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
     stack = Stack(layers=1, width=8, heads=1, ff=8)

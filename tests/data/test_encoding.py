@@ -1,4 +1,4 @@
-"""Looked up words give the ids that the tokenizer gives."""
+"""Cached words have the ids of the tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ texts = st.lists(st.tuples(words, spaces)).map(lambda parts: "".join(word + spac
 @pytest.mark.parametrize("scheme", TOKENIZERS)
 @given(data=st.lists(st.lists(texts, max_size=6), max_size=3), room=st.sampled_from([0, 5, 1000]))
 @settings(deadline=None, max_examples=150)
-def test_bytes_are_the_ids(scheme: str, data: list[list[str]], room: int) -> None:
+def test_encoded_bytes_equal_the_ids_of_the_tokenizer(scheme: str, data: list[list[str]], room: int) -> None:
     tokenizer = TOKENIZERS[scheme]
     dtype = dtype_for(tokenizer.size)
     with pytest.MonkeyPatch.context() as patch:

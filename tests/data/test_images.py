@@ -1,4 +1,4 @@
-"""Images from .npz files: every layout, one rule for pixels, and messages for what is not an image file."""
+"""Images from .npz files: layouts, scaling, and messages for invalid files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_prepared_images(tmp_path: Path) -> None:
     assert open_prepared(tmp_path / "data").pixels == prepared.pixels
 
 
-def test_the_split_follows_from_the_images_alone(tmp_path: Path) -> None:
+def test_the_split_depends_only_on_the_images(tmp_path: Path) -> None:
     images, labels = np.concatenate([GREY, GREY[::3]]), np.concatenate([LABELS, LABELS[::3] + 1])
     found = []
     for seed in (1, 2):
@@ -72,7 +72,7 @@ def test_the_split_follows_from_the_images_alone(tmp_path: Path) -> None:
     assert [len(part) for part in (made(tmp_path, train=same).train, made(tmp_path, train=same).valid)] == [3, 3]
 
 
-def test_validation_images_of_their_own(tmp_path: Path) -> None:
+def test_separate_validation_images(tmp_path: Path) -> None:
     train = saved(tmp_path / "a.npz", images=GREY, labels=[f"{n % 3} x" for n in range(60)])
     valid = saved(tmp_path / "b.npz", images=GREY[:5], labels=["2 x"] * 5)
     prepared = made(tmp_path, train=train, valid=valid)
@@ -108,7 +108,7 @@ def test_bad_files(arrays: dict[str, Any], message: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("data", "message"), [(b"", "an"), (b"images\tlabels\n", "an"), (b"PK\x03\x04broken", "a readable")]
 )
-def test_what_is_no_npz(data: bytes, message: str, tmp_path: Path) -> None:
+def test_files_that_are_not_npz(data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(data)
     with pytest.raises(UserError, match=rf"a\.npz: not {message} \.npz file"):
         read_images(str(tmp_path / "a.npz"))

@@ -1,4 +1,4 @@
-"""Data in memory: every shape of rows gives the examples of a file with the same cells."""
+"""Data in memory gives the same examples as a file with the same cells, whatever its format."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ FRAMES = [PandasLike, PolarsLike, DatasetLike, ArrowLike, dict]
         ),
     ],
 )
-def test_every_shape_gives_the_same_examples(data: Any, tmp_path: Path) -> None:
+def test_every_data_format_gives_the_same_examples(data: Any, tmp_path: Path) -> None:
     assert read(data, tmp_path)[0] == [Example(*row) for row in ROWS]
 
 
@@ -142,7 +142,7 @@ def test_missing_values_are_counted_by_row(nothing: Any, tmp_path: Path) -> None
 
 
 @given(st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=8))
-def test_any_text_comes_back(rows: list[tuple[str, str]]) -> None:
+def test_any_text_is_restored(rows: list[tuple[str, str]]) -> None:
     with TemporaryDirectory() as path:
         examples, counter = read(rows, Path(path))
     kept = [Example(*row) for row in rows if row[0].strip() and row[1].strip()]
@@ -206,7 +206,7 @@ def test_mistakes_name_the_row(data: Any, reads: Any, message: str, tmp_path: Pa
         in_memory(data, reads).write(tmp_path / "spool")
 
 
-def test_an_arrow_stream_alone_is_read_by_pyarrow(tmp_path: Path, monkeypatch) -> None:
+def test_an_object_with_only_an_arrow_stream_is_read_by_pyarrow(tmp_path: Path, monkeypatch) -> None:
     class Stream:
         def __arrow_c_stream__(self) -> None: ...
 
@@ -225,7 +225,7 @@ def test_a_lazy_frame() -> None:
         in_memory(Lazy(), "pairs")
 
 
-def test_the_real_pandas(tmp_path: Path) -> None:
+def test_pandas(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"target": ["A", None, "C"], "source": ["a", "b", pandas.NA]})
     examples, counter = read(frame, tmp_path)
@@ -235,7 +235,7 @@ def test_the_real_pandas(tmp_path: Path) -> None:
         assert list(read_pieces(source, LineCounter())) == ["x\n"]
 
 
-def test_the_real_polars(tmp_path: Path) -> None:
+def test_polars(tmp_path: Path) -> None:
     polars = pytest.importorskip("polars")
     frame = polars.DataFrame({"target": ["A", None], "source": ["a", "b"]})
     examples, counter = read(frame, tmp_path)
@@ -244,7 +244,7 @@ def test_the_real_polars(tmp_path: Path) -> None:
         in_memory(frame.lazy(), "pairs")
 
 
-def test_the_real_datasets(tmp_path: Path) -> None:
+def test_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_dict({"target": ["A", None], "source": ["a", "b"]})
     examples, counter = read(dataset, tmp_path)

@@ -1,4 +1,4 @@
-"""What is masked, where and how: proportions over many tokens, and nothing is lost."""
+"""Masking: proportions over many tokens, and no token is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IDS = SpecialIds(mask=4)
 TEXT = text_ids(60, frozenset({0, 1, 2, 3, 4, 31}))
 
 
-def test_eighty_ten_ten() -> None:
+def test_shares_of_mask_random_and_unchanged_tokens() -> None:
     rows = np.tile(np.concatenate(([2], np.resize(TEXT, 298), [3])), (200, 1))
     read, chosen = mask_tokens(rows, 0.15, IDS, TEXT, generator(1, 2, 3))
     assert chosen[:, 1:-1].sum(1).tolist() == [round(298 * 0.15)] * 200  # of every row
@@ -40,12 +40,12 @@ def test_eighty_ten_ten() -> None:
     drawn = tokens[(tokens != IDS.mask) & (tokens != labels)]
     assert np.mean((tokens != IDS.mask) & (tokens != labels)) == pytest.approx(0.1, abs=0.01)
     assert set(drawn) <= set(TEXT) and len(set(drawn)) > 0.9 * len(TEXT)
-    where = chosen[:, 1:-1].mean(0)  # no place is preferred
+    where = chosen[:, 1:-1].mean(0)  # all positions are equally likely
     assert where.min() > 0.05 and where.max() < 0.26
 
 
 @given(st.lists(st.integers(0, 59), min_size=1, max_size=30), st.floats(0.01, 0.99), st.integers(0, 99))
-def test_what_is_not_text_is_neither_chosen_nor_drawn(row: list[int], rate: float, seed: int) -> None:
+def test_special_tokens_are_neither_chosen_nor_drawn(row: list[int], rate: float, seed: int) -> None:
     rows = np.asarray([row, row[::-1]])
     read, chosen = mask_tokens(rows, rate, IDS, TEXT, generator(seed))
     text = np.isin(rows, TEXT)
@@ -64,7 +64,7 @@ def test_other_keys_mask_other_tokens() -> None:
     assert all(not np.array_equal(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
-def test_every_nth_token_is_masked_one_further_in_each_row() -> None:
+def test_every_nth_token_is_masked_shifted_by_one_in_each_row() -> None:
     rows = np.tile(np.concatenate(([2], TEXT[:12], [3])), (4, 1))
     read, chosen = mask_every(rows, 3, IDS, TEXT)
     assert chosen[0].tolist() == [index % 3 == 1 and index < 13 for index in range(14)]
@@ -82,7 +82,7 @@ def test_a_batch_of_masked_tokens() -> None:
 
 
 @given(st.integers(2, 300), st.floats(0.01, 0.9), st.floats(1, 20), st.integers(0, 9))
-def test_spans_lie_apart_and_make_up_their_share(length: int, rate: float, mean: float, seed: int) -> None:
+def test_spans_do_not_touch_and_cover_their_share(length: int, rate: float, mean: float, seed: int) -> None:
     spans = sample_spans(length, rate, mean, SENTINELS - 1, generator(seed))
     hidden = min(max(1, round(length * rate)), length - 1)
     assert sum(end - start for start, end in spans) == hidden
@@ -93,7 +93,7 @@ def test_spans_lie_apart_and_make_up_their_share(length: int, rate: float, mean:
 
 
 @given(st.lists(st.integers(5, 59), min_size=2, max_size=200), st.floats(0.05, 0.7), st.integers(0, 9))
-def test_source_and_target_together_are_the_text(row: list[int], rate: float, seed: int) -> None:
+def test_source_and_target_together_restore_the_text(row: list[int], rate: float, seed: int) -> None:
     first = 59 + SENTINELS
     spans = sample_spans(len(row), rate, 3.0, SENTINELS - 1, generator(seed))
     read, target = corrupt_spans(np.asarray(row), spans, first)
@@ -109,7 +109,7 @@ def test_source_and_target_together_are_the_text(row: list[int], rate: float, se
     assert [x for token in read for x in (found[token] if token > 59 else [token])] == row
 
 
-def test_a_batch_of_spans_is_one_of_pairs() -> None:
+def test_a_batch_of_spans_equals_a_batch_of_pairs() -> None:
     stack = Stack(layers=1, width=8, heads=2)
     config = Config(source_vocab=160, target_vocab=160, encoder=stack, decoder=stack, start="pad")
     batch = span_batch([([5, 159], [159, 6, 7, 158]), ([5, 6, 7, 159, 8], [159, 9, 158])], config)
@@ -118,7 +118,7 @@ def test_a_batch_of_spans_is_one_of_pairs() -> None:
     assert batch.input_BT[:, 0].tolist() == [0, 0] and batch.tokens == 9
 
 
-def test_a_language_model_reads_all_but_the_last_and_predicts_all_but_the_first() -> None:
+def test_a_language_model_predicts_the_next_token() -> None:
     batch = lm_batch(np.asarray([[3, 5, 6], [6, 7, 8]]), 77)
     assert batch.source_BS.shape == (2, 0)
     assert (batch.input_BT.tolist(), batch.label_BT.tolist()) == ([[3, 5], [6, 7]], [[5, 6], [7, 8]])

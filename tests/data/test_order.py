@@ -1,4 +1,4 @@
-"""The order of examples: complete, within budget, a function of seed and epoch alone, and thrifty with padding."""
+"""The order of examples: complete, within budget, with little padding, and a function of seed and epoch only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ pairs = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), max_size=200
     st.integers(1, 50),
 )
 @settings(deadline=None)
-def test_every_example_once_and_every_batch_within_budget(rows, seed, epoch, tokens, examples, window) -> None:
+def test_every_example_occurs_once_and_every_batch_is_within_budget(
+    rows, seed, epoch, tokens, examples, window
+) -> None:
     source = np.array([row[0] for row in rows], np.int32)
     target = np.array([row[1] for row in rows], np.int32)
     with pytest.MonkeyPatch.context() as patch:
@@ -50,13 +52,13 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
         return [batch.tolist() for batch in Batches(source, target, seed, epoch, 512)]
 
     late = made(1, 7)
-    assert made(1, 7) == late  # whatever came between
+    assert made(1, 7) == late  # independent of batches in between
     assert made(1, 8) != late
     assert made(2, 7) != late
     assert sorted(map(sorted, made(1, 8))) != sorted(map(sorted, late))  # other batches, not only another order
 
 
-def test_padding_is_little_and_batches_are_full() -> None:
+def test_batches_are_full_with_little_padding() -> None:
     source, target = lengths(20_000)
     found = Batches(source, target, 1, 0, 2048)
     padded = sum(len(b) * (int(source[b].max()) + int(target[b].max())) for b in found)
@@ -70,7 +72,7 @@ def test_short_and_long_batches_are_mixed() -> None:
     assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 0.2
 
 
-def test_what_fits_in_one_batch_is_one_batch() -> None:
+def test_few_examples_are_one_batch() -> None:
     source, target = lengths(30)
     assert len(Batches(source, target, 1, 0, 10**6)) == 1
     assert len(Batches(source[:0], target[:0], 1, 0, 10)) == 0
@@ -80,7 +82,7 @@ def test_what_fits_in_one_batch_is_one_batch() -> None:
 
 
 class Counted:
-    """Lengths that note how many are asked for at once."""
+    """Lengths that record how many are read at a time."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self._lengths, self.most = lengths, 0
@@ -94,7 +96,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("shares", [None, [0.3, 0.7]])
-def test_windows_are_put_in_order_one_at_a_time(monkeypatch: pytest.MonkeyPatch, shares: list[float] | None) -> None:
+def test_one_window_is_ordered_at_a_time(monkeypatch: pytest.MonkeyPatch, shares: list[float] | None) -> None:
     monkeypatch.setattr(module, "WINDOW", 1000)
     source, target = map(Counted, lengths(4321))
 
@@ -106,7 +108,7 @@ def test_windows_are_put_in_order_one_at_a_time(monkeypatch: pytest.MonkeyPatch,
     assert source.most == target.most <= 1000
     jumps, random = made(), np.random.default_rng(1)
     assert len(jumps) == len(every)
-    for number in [-1, 0, *random.integers(len(every), size=50).tolist()]:  # whatever was asked before
+    for number in [-1, 0, *random.integers(len(every), size=50).tolist()]:  # in any order
         assert jumps[number].tolist() == every[number]
     with pytest.raises(IndexError):
         jumps[len(every)]
@@ -117,7 +119,7 @@ def test_windows_are_put_in_order_one_at_a_time(monkeypatch: pytest.MonkeyPatch,
         assert sum(row < 1321 for row in rows) == round(0.3 * 4321) and len(rows) == 4321
 
 
-def test_a_window_comes_from_all_over_the_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_is_drawn_from_the_whole_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WINDOW", 6400)
     first = np.concatenate(Batches(*lengths(64_000), 1, 0, 512)[:100])
     assert len(first) > 2000
@@ -167,7 +169,7 @@ def test_temperature_is_a_power_of_the_size() -> None:
     assert sorted(draw([3, 0], [1, 0], 1, 0)) == [0, 1, 2]
 
 
-def test_batches_of_a_draw_hold_what_was_drawn() -> None:
+def test_batches_of_a_draw_contain_the_drawn_examples() -> None:
     sizes, lengths = [30, 300], np.arange(330) % 17 + 1
     drawn = draw(sizes, [0.5, 0.5], 1, 0)
     cut = Batches(lengths, lengths, 1, 0, 100, sizes=sizes, shares=[0.5, 0.5])

@@ -1,4 +1,4 @@
-"""Held-out examples: enough, not too many, never with a source that is also trained on."""
+"""Held-out examples: enough, not too many, and never with a source of a training example."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def split(sources: list[str]) -> tuple[int, set[str]]:
 
 
 @pytest.mark.parametrize("examples", [2, 10, 100, 250, 999, 8000, 40_000, 60_000])
-def test_distinct_sources_give_exactly_what_is_valid_count(examples: int) -> None:
+def test_distinct_sources_give_exactly_valid_count(examples: int) -> None:
     count, _ = split([f"word {index}" for index in range(examples)])
     assert count == valid_count(examples)
     assert 1 <= count <= min(2000, max(1, examples // 5))
@@ -48,14 +48,14 @@ def test_sources_stay_together_and_something_is_left(sources: list[str], chance:
     assert split(shuffled) == (count, held)
 
 
-def test_the_order_does_not_decide_among_more_than_the_candidates(monkeypatch) -> None:
+def test_the_choice_does_not_depend_on_the_order(monkeypatch) -> None:
     monkeypatch.setattr(holdout, "CANDIDATES", 8)
     # sources of many examples each, so that a rare one far behind would fill what is left of the wanted number
     sources = [f"word {index}" for index in range(100) for _ in range(1 + index % 23)]
     assert len({frozenset(split(Random(seed).sample(sources, len(sources)))[1]) for seed in range(20)}) == 1
 
 
-def test_many_examples_of_one_source_are_not_taken_by_accident() -> None:
+def test_a_frequent_source_is_not_held_out() -> None:
     sources = ["frequent"] * 900 + [f"word {index}" for index in range(100)]
     assert "frequent" not in split(sources)[1]
 

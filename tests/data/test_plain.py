@@ -1,4 +1,4 @@
-"""Plain text on disk: nothing lost, whatever the lines and however long."""
+"""Plain text on disk: lines of any kind and length are kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read(path: Path, data: bytes, account: LineCounter | None = None) -> list[st
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\n\r\ufeff", exclude_categories=["Cs"]), max_size=30)))
-def test_lines_come_back_with_their_ends(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+def test_lines_are_restored_with_their_ends(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
     path, text = tmp_path_factory.getbasetemp() / "lines.txt", "".join(line + "\n" for line in lines)
     account = LineCounter()
     assert "".join(read(path, text.encode(), account)) == text
@@ -51,7 +51,7 @@ def test_a_line_without_end_is_read_in_pieces(letter: str, tmp_path: Path, monke
     assert max(map(len, pieces)) < 200
 
 
-def test_what_is_dropped_is_counted_and_named(tmp_path: Path) -> None:
+def test_skipped_lines_are_counted_and_named(tmp_path: Path) -> None:
     account = LineCounter()
     assert read(tmp_path / "a", b"\xef\xbb\xbfone\r\nt\xffo\nthree", account) == ["one\n", "three\n"]
     assert (account.read, account.kept) == (3, 2) and "a:2" in account.summary()
@@ -70,15 +70,15 @@ def test_a_text_is_divided_at_a_character(pieces: list[str], at: int) -> None:
     assert all(part for part, _ in parts)
 
 
-def test_how_much_is_held_out() -> None:
+def test_size_of_the_validation_text() -> None:
     assert split_at(1_115_394) == 1_003_854  # the first nine tenths, to the character
     assert split_at(10**9) == 10**9 - stream.MAX_VALID
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("key", ["text", "body"])
-def test_rows_with_a_text_are_read_as_its_lines(suffix: str, key: str, tmp_path: Path) -> None:
-    """Of one line, of several, with and without an end."""
+def test_a_row_is_read_as_the_lines_of_its_text(suffix: str, key: str, tmp_path: Path) -> None:
+    """The texts have one line or several, with and without a line end."""
     lines = TEXT.split("\n")
     texts = [
         "".join(f"{line}\n" for line in lines[begin:end]) for begin, end in pairwise((0, 1, 3, 7, 31, len(lines) - 1))
@@ -104,7 +104,7 @@ def test_rows_with_a_text_are_read_as_its_lines(suffix: str, key: str, tmp_path:
 
 @pytest.mark.parametrize("scheme", ["char", "nfd", "word", "byte", "bpe:300", "unigram:300"])
 @pytest.mark.parametrize("small", [1 << 26, 0])  # mapped into memory, or read piece by piece
-def test_what_is_written_is_what_was_read(
+def test_the_written_stream_restores_the_text(
     scheme: str, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "MAX_MAPPED_BYTES", small)
@@ -157,7 +157,7 @@ def test_a_mask_is_a_token_of_masked_models_only(tmp_path: Path) -> None:
     assert prepared.codec.ids.mask == 4 and prepared.codec.frame == "both"
 
 
-def test_validation_text_of_its_own(tmp_path: Path) -> None:
+def test_separate_validation_text(tmp_path: Path) -> None:
     (tmp_path / "valid.txt").write_text("held out\n")
     data = {"train": str(tmp_path / "text.txt"), "valid": str(tmp_path / "valid.txt")}
     prepared = made(tmp_path, TEXT, data=data)

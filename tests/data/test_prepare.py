@@ -1,4 +1,4 @@
-"""From a recipe to corpora on disk: chosen, learned, split, written once, found again."""
+"""From a recipe to corpora on disk: choices, vocabularies, split, and reuse of prepared data."""
 
 from __future__ import annotations
 

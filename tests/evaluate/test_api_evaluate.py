@@ -82,7 +82,7 @@ def test_ready_outputs_are_judged_like_the_run_s_own(toy, mistaken, tmp_path):
     assert same.others == same.metrics == own.metrics
 
 
-def test_the_other_engine_is_judged(toy, mistaken):
+def test_evaluation_with_the_other_engine(toy, mistaken):
     pytest.importorskip("ctranslate2")
     options = ["--engine", "ctranslate2", "--precision", "int8", "--beam", 2]
     printed = call("generate", mistaken.path, toy / "test.tsv", *options)

@@ -1,4 +1,4 @@
-"""Evaluation puts together decoding, scoring and metrics; each is checked against the parts."""
+"""Evaluation equals separate decoding, scoring and metrics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_against_itself_nothing_is_significant(run, examples):
     assert shape["against"]["wer"]["difference"] == 0 and shape["against"]["chrf"]["p"] == 1
 
 
-def test_only_what_a_metric_needs_is_done(run, examples):
+def test_a_run_computes_only_what_the_metrics_need(run, examples):
     assert evaluate(run, examples[:3], metrics=("perplexity",)).outputs.texts == []
     assert evaluate(run, examples[:3], metrics=("wer",)).outputs.log_probabilities == []
 

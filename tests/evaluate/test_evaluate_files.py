@@ -1,4 +1,4 @@
-"""`regard evaluate`: it judges what `regard generate` prints, against references and outputs from any files."""
+"""`regard evaluate` scores the outputs of `regard generate`, with references and outputs from any files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def folder(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The texts that the following calls of `regard evaluate` judge."""
+    """The outputs that the following calls of `regard evaluate` score."""
     import regard.cli.evaluate as verb
 
     texts, evaluate_file = [], verb.evaluate_file
@@ -77,7 +77,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         "--precision bf16",
     ],
 )
-def test_what_is_judged_is_what_generate_prints(folder: Path, judged: list[list[str]], options: str) -> None:
+def test_evaluated_outputs_equal_the_output_of_generate(folder: Path, judged: list[list[str]], options: str) -> None:
     given = [folder / word if word == "other" else word for word in options.split()]
     file = folder / ("prefixes.tsv" if "--prefix-column" in given else "test.tsv")
     printed = call("generate", folder / "run", file, *given)
@@ -90,7 +90,7 @@ def test_what_is_judged_is_what_generate_prints(folder: Path, judged: list[list[
     assert answer["metrics"]["per"]["score"] == measure("per", printed.lines, references, 0).score
 
 
-def test_the_other_engine_is_judged(folder: Path, judged: list[list[str]]) -> None:
+def test_evaluation_with_the_other_engine(folder: Path, judged: list[list[str]]) -> None:
     pytest.importorskip("ctranslate2")
     options = "--engine", "ctranslate2", "--precision", "int8", "--beam", 2
     printed = call("generate", folder / "run", folder / "test.tsv", *options)
@@ -121,7 +121,7 @@ def test_references_are_the_same_from_columns_and_files(folder: Path) -> None:
     assert columns["metrics"]["per"]["score"] <= one["per"]["score"] and "signature" not in one["per"]
 
 
-def test_requests_of_single_lines_are_judged(folder: Path, judged: list[list[str]]) -> None:
+def test_requests_of_single_lines_are_evaluated(folder: Path, judged: list[list[str]]) -> None:
     sources, references = ((folder / name).read_text().splitlines() for name in ("src.txt", "ref.txt"))
     wishes: list[dict[str, Any]] = [{"prefix": "B"}, {"forbid": ["AH"]}, {"require": [["K", "D"]]}, {"max_length": 2}]
     rows = [
@@ -190,7 +190,7 @@ def test_every_metric_of_pairs_is_json(folder: Path) -> None:
     assert signatures["per"] == "nrefs:var|case:lc" and not signatures["perplexity"]
 
 
-def test_confusions_are_told(folder: Path, judged: list[list[str]]) -> None:
+def test_confusions_are_reported(folder: Path, judged: list[list[str]]) -> None:
     answer = report(folder / "run", folder / "test.tsv", "--confusions", 1000)
     rows = answer["confusions"]
     references = (folder / "ref.txt").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Evaluation of language models, encoders and classifiers, against sums made by hand."""
+"""Evaluation of language models, encoders and classifiers, compared with separately computed sums."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def units(run: Run, path: Path) -> TokenizedText:
     return tokenize_text(list(read_pieces(Source((str(path),)), LineCounter())), run.codec.source, "text")
 
 
-def test_every_token_is_scored_once_with_enough_before_it(folder: Path) -> None:
+def test_every_token_is_scored_once_with_enough_context(folder: Path) -> None:
     run = Run.load(folder / "lm")
     ids = units(run, folder / "text.txt").ids
     for context in (6, 7, 8, 1000):
@@ -91,7 +91,7 @@ def test_perplexity_and_bits(folder: Path) -> None:
     assert judge_text(other, units(other, folder / "text.txt")).characters.sum() == len(TEXT)
 
 
-def test_reading_on_is_reading_as_a_whole_if_nothing_is_forgotten(folder: Path) -> None:
+def test_segments_with_full_memory_equal_one_segment(folder: Path) -> None:
     run = Run.load(folder / "xl")
     ids = units(run, folder / "text.txt").ids[:200]
     whole = score_text(run, ids, 1000).nll
@@ -102,7 +102,7 @@ def test_reading_on_is_reading_as_a_whole_if_nothing_is_forgotten(folder: Path) 
 
 @pytest.mark.parametrize("memory", [3, 8, 9, 15, 16, 40])
 def test_a_longer_memory_than_in_training_is_a_window_and_a_reach(folder: Path, memory: int) -> None:
-    """The same weights under settings that say so in full."""
+    """Equals the same weights with explicit settings."""
     run = Run.load(folder / "xl")  # which was trained with a memory and a context of 8
     table = run.config.model_dump()
     table["decoder"] |= {"memory": memory} | ({"window": 15, "reach": 8} if memory > 8 else {})
@@ -131,7 +131,7 @@ def test_masked_tokens_are_the_same_each_time_and_text_only(folder: Path) -> Non
 
 
 def test_masked_spans_are_scored_as_in_training(folder: Path) -> None:
-    """Against the batches that training makes, whose every label is asked for once."""
+    """Equals the scores of training batches, in which every label occurs once."""
     run = Run.load(folder / "span")
     ids = units(run, folder / "text.txt").ids[: 1 + 16 * 7]
     token_scores = score_text(run, ids, 16)
@@ -222,7 +222,7 @@ def test_mistakes(folder: Path, args: tuple[str, ...], message: str) -> None:
     assert result.code == 2 and message in result.err
 
 
-def test_labels_have_probabilities_in_any_company(folder: Path) -> None:
+def test_label_probabilities_do_not_depend_on_the_batch(folder: Path) -> None:
     run = Run.load(folder / "classify")
     texts = ["a", "bbbb", "aaaaa", ""]
     together = classify(run, texts)
@@ -241,7 +241,7 @@ def test_labels_have_probabilities_in_any_company(folder: Path) -> None:
         classify(Run.load(folder / "image"), ["a"])
 
 
-def test_a_classifier_tells_labels_line_by_line(folder: Path) -> None:
+def test_a_classifier_labels_line_by_line(folder: Path) -> None:
     run = Run.load(folder / "classify")
     lines = ["aaa", "", "b\todd", "x\ty\tz", "a" * 600, "bß"]
     result = call("generate", folder / "classify", stdin="\n".join(lines))
@@ -261,7 +261,7 @@ def test_a_classifier_tells_labels_line_by_line(folder: Path) -> None:
     )
 
 
-def test_a_classifier_of_images_tells_labels(folder: Path) -> None:
+def test_an_image_classifier_gives_labels(folder: Path) -> None:
     images = np.load(folder / "images.npz")["images"]
     np.savez(folder / "unlabelled.npz", images=images[:5])
     result = call("generate", folder / "image", folder / "unlabelled.npz", "--json")
@@ -273,7 +273,7 @@ def test_a_classifier_of_images_tells_labels(folder: Path) -> None:
     assert result.code == 2 and "--window: " in result.err
 
 
-def test_what_a_run_does_not_know_is_reported(folder: Path) -> None:
+def test_unknown_tokens_and_labels_are_reported(folder: Path) -> None:
     (folder / "strange.tsv").write_text("ab\teven\nßb\todd\naß\tnever\n" + "a" * 600 + "\teven\n")
     result = call("evaluate", folder / "classify", folder / "strange.tsv", "--json", "--bootstrap", 0)
     report = json.loads(result.out)
@@ -317,7 +317,7 @@ def test_scores_of_lines(folder: Path) -> None:
         assert result.code == 2, result.err
 
 
-def test_how_much_is_read_at_a_time(folder: Path) -> None:
+def test_length_of_the_context(folder: Path) -> None:
     assert scoring_context(Run.load(folder / "masked")) == 16
     assert scoring_context(Run.load(folder / "masked"), 20) == 20
     (folder / "masked/recipe.toml").rename(folder / "recipe.toml")

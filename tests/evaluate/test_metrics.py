@@ -1,4 +1,4 @@
-"""Metrics against their definitions, and bootstrap intervals against what must hold for any data."""
+"""Metrics are compared with their definitions; bootstrap intervals have properties that hold for any data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def distance(a: str, b: str) -> int:
 
 
 @given(PAIRS)
-def test_error_rates_are_their_definitions(pairs):
+def test_error_rates_equal_their_definitions(pairs):
     hyps, refs = [h for h, _ in pairs], [r for _, r in pairs]
     right = sum(h == r for h, r in pairs)
     assert score("accuracy", hyps, refs) == pytest.approx(100 * right / len(pairs))
@@ -60,7 +60,7 @@ def test_perfect_and_empty():
         metrics.measure("blue", ["a"], ["a"])
 
 
-def test_sacrebleu_numbers_are_sacrebleus_own():
+def test_bleu_chrf_and_ter_equal_sacrebleu():
     import sacrebleu
 
     hyps = ["the cat sat on a mat", "dogs bark at night"]
@@ -80,7 +80,7 @@ SEVERAL = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(SEVERAL, st.booleans(), st.sampled_from(["13a", "intl", "zh", "char", "none"]))
-def test_several_references_and_settings_are_those_of_sacrebleu(examples, lowercase, tokenize):
+def test_several_references_and_settings_equal_sacrebleu(examples, lowercase, tokenize):
     from sacrebleu.metrics import BLEU, CHRF, TER
 
     hyps, refs = [h for h, _ in examples], [r for _, r in examples]
@@ -107,7 +107,7 @@ def test_tokenizers_are_known_to_sacrebleu():
     ("error", "message"),
     [(RuntimeError("no MeCab"), "pip install 'sacrebleu\\[ja\\]'"), (OSError("offline"), "its model: offline")],
 )
-def test_a_tokenizer_that_cannot_be_had(monkeypatch, error, message):
+def test_an_unavailable_bleu_tokenizer(monkeypatch, error, message):
     import sacrebleu.metrics.bleu
 
     def fail(*args, **kwargs):
@@ -119,7 +119,7 @@ def test_a_tokenizer_that_cannot_be_had(monkeypatch, error, message):
 
 
 @given(st.lists(st.tuples(TEXT, st.lists(TEXT, min_size=1, max_size=3).map(tuple)), min_size=1, max_size=8))
-def test_the_closest_reference_counts(examples):
+def test_the_closest_reference_is_used(examples):
     hyps, refs = [h for h, _ in examples], [r for _, r in examples]
     edits, lengths = metrics.ratio("cer", hyps, refs)
     for h, r, count, length in zip(hyps, refs, edits, lengths, strict=True):
@@ -158,7 +158,7 @@ def test_confusions_are_all_the_edits(examples):
     assert [each.count for each in wrong] == sorted(pairs.values(), reverse=True)
 
 
-def test_perplexity_is_of_a_uniform_guess():
+def test_perplexity_of_a_uniform_distribution():
     assert metrics.measure_perplexity([3 * math.log(1 / 8), 5 * math.log(1 / 8)], [3, 5]).score == pytest.approx(8)
     assert metrics.measure_perplexity([-1e9], [1]).score < math.inf
     measured = metrics.measure_perplexity([-1.0, -4.0, -2.5], [2, 3, 2])
@@ -167,7 +167,7 @@ def test_perplexity_is_of_a_uniform_guess():
 
 @settings(max_examples=25)
 @given(PAIRS, st.sampled_from(sorted(metrics.RATIOS)))
-def test_intervals_hold_the_score_and_do_not_move(pairs, name):
+def test_intervals_contain_the_score_and_are_reproducible(pairs, name):
     hyps, refs = [h for h, _ in pairs], [r for _, r in pairs]
     measured = metrics.measure(name, hyps, refs, samples=200)
     assert measured == metrics.measure(name, hyps, refs, samples=200)
@@ -177,7 +177,7 @@ def test_intervals_hold_the_score_and_do_not_move(pairs, name):
 
 
 @pytest.mark.parametrize("name", ["wer", "per", "bleu", "chrf"])
-def test_significance_tells_better_from_same(name):
+def test_significance_of_better_and_equal_systems(name):
     refs = [f"a b c d e f g {i}" for i in range(60)]
     bad = ["x y z" if i % 2 else ref for i, ref in enumerate(refs)]
     assert metrics.compare(name, refs, bad, refs, samples=200) < 0.02

@@ -124,7 +124,7 @@ def test_counts_of_unknown_tokens_add_up(monkeypatch) -> None:
     assert (bool(report), report.summary()) == (False, "")
     report.add(tokenizer, texts, tokenizer.encode(texts))
     assert (report.total, report.texts) == (5, 3)
-    assert report.counts == {"x": 3, "y": 1}  # z is one too many to be kept, but counted
+    assert report.counts == {"x": 3, "y": 1}  # z exceeds the limit, but is counted in total
 
 
 def test_the_summary_of_unknown_tokens_is_short_and_tells_look_alikes_apart() -> None:

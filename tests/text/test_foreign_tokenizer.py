@@ -1,4 +1,4 @@
-"""Tokenizers of the library are used as they are, with their own ids, and with nothing special in what users type."""
+"""Imported tokenizers keep their splitting and ids, and user input never becomes a special token."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ IDS = SpecialIds(pad=1, unk=2, sos=0, eos=0, mask=3)
 
 
 def words() -> Library:
-    """Cut at spaces only, so that a special token which is typed is a word of its own."""
+    """Splits at spaces only, so a special token in the text is a separate word."""
     library = Library(models.WordLevel({**{name: i for i, name in enumerate(NAMES)}, "a": 4, "b": 5}, "<unk>"))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return library
 
 
 def pieces() -> Library:
-    """The best cut of the whole text, whatever is in it."""
+    """Splits the whole text with the highest score."""
     library = Library(
         models.Unigram([*((name, 0.0) for name in NAMES), ("▁", -1.0), ("▁a", -2.0), ("b", -2.0)], 2, False)
     )
@@ -38,7 +38,7 @@ def pieces() -> Library:
 
 
 def pairs() -> Library:
-    """Letters joined two by two, among which one pair is special."""
+    """Merges pairs of letters, one of which is special."""
     vocab = {**{name: i for i, name in enumerate(NAMES)}, **{letter: 4 + i for i, letter in enumerate("ab</s>")}}
     vocab |= {"</": 20, "s>": 21, "ab": 22}
     library = Library(models.BPE(vocab, [("<", "/"), ("s", ">"), ("</", "s>"), ("a", "b")], unk_token="<unk>"))
@@ -46,7 +46,7 @@ def pairs() -> Library:
 
 
 def starts() -> Library:
-    """Words and their parts."""
+    """Splits into words and their parts."""
     vocab = {**{name: i for i, name in enumerate(NAMES)}, "ab": 4, "##a": 5, "a": 6, "<": 7}
     library = Library(models.WordPiece(vocab, unk_token="<unk>"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -72,7 +72,7 @@ typed = st.lists(st.sampled_from([*NAMES, " ", "a", "b", "zz", HIDDEN, "<", "\ud
 
 @given(typed, st.sampled_from(list(MADE)))
 @settings(deadline=None)
-def test_what_users_type_is_text_whether_marked_in_the_file_or_by_us(text: str, key: tuple[str, bool]) -> None:
+def test_user_input_never_becomes_a_special_token(text: str, key: tuple[str, bool]) -> None:
     tokenizer = MADE[key]
     ids = tokenizer.encode([text])[0]
     assert not {0, 1, 3} & set(ids)
@@ -83,7 +83,7 @@ def test_what_users_type_is_text_whether_marked_in_the_file_or_by_us(text: str, 
 
 @given(st.lists(st.sampled_from(["a", "b", " ", "ab", "zz"]), max_size=8).map("".join), st.sampled_from(list(KINDS)))
 @settings(deadline=None)
-def test_ordinary_text_is_as_the_library_has_it(text: str, kind: str) -> None:
+def test_ordinary_text_is_encoded_as_by_the_library(text: str, kind: str) -> None:
     tokenizer = MADE[kind, True]
     library = Library.from_str(tokenizer.to_json())
     ids = library.encode(text, add_special_tokens=False).ids
@@ -120,7 +120,7 @@ def test_an_end_that_stands_in_for_unknown_is_an_end() -> None:
     assert tokenizer.decode([4, 0]) == "a"
 
 
-def test_tokens_that_the_model_has_no_row_for_are_unknown_or_lost() -> None:
+def test_tokens_without_a_row_in_the_model_are_unknown_or_dropped() -> None:
     assert foreign("words", size=5).encode(["a b zz"]) == [[4, 2, 2]]
     standing_in = ForeignTokenizer(words().to_str(), SpecialIds(pad=0, unk=0, sos=0, eos=0), 5)
     assert standing_in.encode(["a b"]) == [[4]]
@@ -128,7 +128,7 @@ def test_tokens_that_the_model_has_no_row_for_are_unknown_or_lost() -> None:
         foreign("words", size=2)
 
 
-def test_tokens_of_another_text_are_only_found_where_all_else_fails() -> None:
+def test_tokens_of_the_other_side_are_matched_last() -> None:
     pieces = [("<unk>", 0.0), ("▁", -1.0), ("a", -1.0), (HIDDEN + "xy", 0.0), (HIDDEN + "aa", 0.0)]
     library = Library(models.Unigram(pieces, 0, False))
     library.decoder = decoders.Metaspace()
@@ -139,7 +139,7 @@ def test_tokens_of_another_text_are_only_found_where_all_else_fails() -> None:
     assert tokenizer.decode([2, 3]) == "axy"
 
 
-def test_spellings_are_what_a_token_adds_to_a_text() -> None:
+def test_spellings_are_the_bytes_of_a_token_in_a_text() -> None:
     assert MADE["pieces", True].spellings() == [b"", b"", b"", b"", b" ", b" a", b"b", b"zz"]
     assert MADE["starts", True].spellings()[4:7] == [b" ab", b"a", b" a"]
     letters = Library(models.BPE({**{letter: i for i, letter in enumerate(byte_letters())}, "Ġa": 256}, []))
@@ -169,7 +169,7 @@ def test_saved_is_loaded(shared: bool, tmp_path: Path) -> None:
     assert loaded.encode_target(["a b"]) == codec.encode_target(["a b"])
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_invalid_tokenizer_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     with pytest.raises(UserError, match="no such tokenizer"):
         ForeignTokenizer.read(path, IDS)
@@ -192,7 +192,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(path)
 
 
-def test_both_sides_number_their_marks_alike() -> None:
+def test_both_sides_must_have_the_same_special_ids() -> None:
     with pytest.raises(UserError, match="differently"):
         Codec(foreign("words"), Tokenizer.train("char", ["ab"]))
     with pytest.raises(UserError, match="differently"):

@@ -1,4 +1,4 @@
-"""The choice of a scheme fits the text, and its reason names numbers."""
+"""The chosen scheme suits the text, and the reason contains numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_scheme_fits(kind: str, sample: list[str]) -> None:
     assert scheme.split(":")[0] == kind, reason
 
 
-def test_more_lines_afford_more_tokens() -> None:
+def test_more_lines_give_a_larger_vocabulary() -> None:
     sample = lines(200, NATURAL, 5, 25)
     assert choose(sample, 29_000).scheme == "bpe:8000"
     sizes = [int(choose(sample, count).scheme[4:]) for count in (1, 10**3, 10**4, 10**5, 10**6, 10**7)]
@@ -55,7 +55,7 @@ def test_more_lines_afford_more_tokens() -> None:
     assert "29,000 lines" in str(choose(sample, 29_000))
 
 
-def test_the_reason_names_what_was_counted() -> None:
+def test_the_reason_contains_the_counts() -> None:
     choice = choose(lines(500, ["aa", "b"], 3, 5))
     assert choice.scheme == "space" and choice.reason.startswith("2 distinct tokens separated by spaces, 1.")
 
@@ -65,7 +65,7 @@ def test_odd_samples_do_not_crash() -> None:
         assert choose(sample).reason
 
 
-def test_characters_made_of_few_parts_are_cut_into_them() -> None:
+def test_characters_made_of_few_parts_are_decomposed() -> None:
     syllables = [chr(0xAC00 + 37 * i) for i in range(300)]
     assert choose(["".join(syllables[i : i + 3]) for i in range(290)]).scheme == "nfd"
     assert choose([unicodedata.normalize("NFD", "".join(syllables[i : i + 3])) for i in range(290)]).scheme == "char"

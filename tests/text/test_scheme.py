@@ -1,4 +1,4 @@
-"""Requests for a scheme are understood, or explained."""
+"""Valid requests for a scheme are parsed; errors explain invalid ones."""
 
 from __future__ import annotations
 

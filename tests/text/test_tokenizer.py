@@ -1,4 +1,4 @@
-"""Text goes into ids and comes back; nothing that a user types is ever a special token."""
+"""Text becomes ids and is restored; user input never becomes a special token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def back(tokenizer: Tokenizer, text: str) -> str:
 
 @given(texts)
 @settings(deadline=None)
-def test_byte_level_schemes_restore_any_text_and_know_everything(text: str) -> None:
+def test_byte_level_schemes_restore_any_text_without_unknown_tokens(text: str) -> None:
     for scheme in ("byte", "bpe:300", "unigram:300"):
         ids = TRAINED[scheme].encode([text])[0]
         assert TRAINED[scheme].decode(ids) == text
@@ -54,7 +54,7 @@ def test_byte_level_schemes_restore_any_text_and_know_everything(text: str) -> N
 
 @given(texts, st.sampled_from(["char", "word", "space"]))
 @settings(deadline=None)
-def test_other_schemes_restore_what_they_have_seen(text: str, scheme: str) -> None:
+def test_other_schemes_restore_text_of_known_tokens(text: str, scheme: str) -> None:
     tokenizer = Tokenizer.train(scheme, [text])
     expected = " ".join(part for part in text.split(" ") if part) if scheme == "space" else text
     assert back(tokenizer, text) == expected
@@ -75,7 +75,7 @@ def test_text_never_becomes_a_special_token(text: str, scheme: str) -> None:
 
 @given(st.lists(texts), st.sampled_from(["char", "space"]))
 @settings(deadline=None)
-def test_the_fast_path_is_the_library(batch: list[str], scheme: str) -> None:
+def test_the_fast_path_equals_the_library(batch: list[str], scheme: str) -> None:
     tokenizer = TRAINED[scheme]
     slow = [encoding.ids for encoding in tokenizer._library.encode_batch(batch, add_special_tokens=False)]
     assert tokenizer.encode(batch) == slow
@@ -117,7 +117,7 @@ def test_rare_tokens_are_unknown_and_named() -> None:
     assert tokenizer.pieces(ids) == ["⁇", "a", "b"]
 
 
-def test_words_carry_their_space() -> None:
+def test_words_include_the_space_before_them() -> None:
     text = "Don't  stop, ok"
     tokenizer = Tokenizer.train("word", [text, "Don't stop"])
     assert tokenizer.pieces(tokenizer.encode([text])[0]) == ["Don", "'", "t", " ", " stop", ",", " ok"]
@@ -138,7 +138,7 @@ def test_incomplete_bytes_are_shown_and_decoded() -> None:
     assert tokenizer.decode([1, *ids]) == "⁇hä"
 
 
-def test_specials_are_skipped_wherever_they_stand() -> None:
+def test_special_tokens_are_skipped_at_every_position() -> None:
     tokenizer = TRAINED["space"]
     cat, sat = tokenizer.encode(["cat sat"])[0]
     assert tokenizer.decode([2, cat, 0, 3, sat, 3, 0]) == "cat sat"
@@ -155,7 +155,7 @@ def test_byte_letters_are_those_of_the_library() -> None:
     assert sorted(byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def test_what_is_not_a_tokenizer_of_ours_is_refused(tmp_path) -> None:
+def test_foreign_tokenizer_files_are_refused(tmp_path) -> None:
     path = tmp_path / "t.json"
     with pytest.raises(UserError, match="no such tokenizer"):
         Tokenizer.load(path)
@@ -196,7 +196,7 @@ def test_forking_after_threads_neither_hangs_nor_warns() -> None:
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "nfd"])
-def test_a_mask_is_one_more_token_that_is_no_text(scheme: str, tmp_path) -> None:
+def test_a_mask_is_an_additional_special_token(scheme: str, tmp_path) -> None:
     tokenizer, plain = Tokenizer.train(scheme, CORPUS, mask=True), Tokenizer.train(scheme, CORPUS)
     assert (plain.ids.mask, tokenizer.ids.mask, tokenizer.special) == (None, 4, frozenset(range(5)))
     assert tokenizer.pieces(range(5)) == ["<pad>", "⁇", "<sos>", "<eos>", "<mask>"]
