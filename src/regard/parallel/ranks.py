@@ -19,7 +19,8 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from regard.errors import UserError
-from regard.parallel.children import Channel, Child, ChildDied, Template
+from regard.parallel.children import Child, ChildDied, Template
+from regard.parallel.messages import Channel
 
 if TYPE_CHECKING:
     import torch

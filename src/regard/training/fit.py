@@ -21,8 +21,8 @@ from regard.errors import UserError, plural
 from regard.inspect.prune import prune_closed_gates
 from regard.model import on_meta
 from regard.notebook import table
-from regard.parallel.children import Channel
 from regard.parallel.cores import cores
+from regard.parallel.messages import Channel
 from regard.parallel.ranks import (
     Launch,
     ProcessGroup,
