@@ -125,6 +125,54 @@ def test_no_module_is_long():
     assert [name for name, file in MODULES.items() if len(file.read_text(encoding="utf-8").splitlines()) > 600] == []
 
 
+def functions_of(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The parameters of a function, `self`, `cls`, `*args` and `**kwargs` left out."""
+    names = [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+# The library's equivalents of verbs, whose parameters are options.
+PUBLIC_CALLS = {"api.py: evaluate", "api.py: train"}
+
+
+def test_functions_are_short_and_have_few_parameters():
+    verbs = [SOURCE / "cli" / f"{verb}.py" for verb in VERBS]
+    problems = []
+    for file in FILES:
+        for function in functions_of(ast.parse(file.read_text(encoding="utf-8"))):
+            name = f"{file.relative_to(SOURCE).as_posix()}: {function.name}"
+            verb = file in verbs and function.name == "command"
+            lines = (function.end_lineno or 0) - function.lineno + 1
+            parameters = parameter_count(function)
+            if not verb and name not in PUBLIC_CALLS and (lines > 60 or parameters > 9):
+                problems.append(f"{name}: {lines} lines, {parameters} parameters")
+    assert problems == []
+
+
+def test_processes_are_started_and_forked_in_one_place():
+    """Only `parallel/children` starts processes, except the trial of bfloat16, which may crash its process."""
+    names = {"os.fork", "os.posix_spawn", "subprocess.run", "subprocess.Popen", "asyncio.create_subprocess_exec"}
+    starts = set()
+    for file in FILES:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        imports = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        if calls & names or {name.split(".")[0] for name in imports} & {"multiprocessing", "subprocess"}:
+            starts.add(file.relative_to(SOURCE).as_posix())
+    assert starts == {"device.py", "parallel/children.py"}
+
+
+def test_parallel_imports_no_torch():
+    modules = [name for name in MODULES if name.startswith("regard.parallel")]
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "pydantic"} & set(loaded)
+
+
 def test_no_family_has_a_name_outside_presets_and_convert():
     for file in FILES:
         if name_of(file) in ("presets", "convert", "tasks"):  # a task names its default preset
@@ -202,65 +250,6 @@ def test_no_print_in_the_library():
 def test_every_shipped_recipe_loads(name):
     tables = recipe_tables(name)
     assert on_meta(model_without_data(load_recipe(tables, name), None, name)) is not None
-
-
-def test_counts_are_worded_in_one_place():
-    """`plural` knows 1 batch and 2 batches; nobody puts an s after a noun by hand."""
-    by_hand = re.compile(r"""[a-z]\{?['"]e?s['"] (\*|if)|batches per epoch""")
-    found = [f"{file.name}: {line}" for file in FILES for line in file.read_text(encoding="utf-8").splitlines()]
-    assert [line for line in found if by_hand.search(line)] == []
-
-
-COUNTED = "tokens|steps|epochs|rows|heads|layers|minutes|lines|runs|images"
-NEVER_ONE = {
-    # more than a limit of at least one
-    "convert/tokenizers.py: size", "decode/encoder_only.py: tokens", "decode/search_inputs.py: length",
-    "inspect/inputs.py: len(ids)", "nn/position.py: longest", "run.py: tokens", "text/tokenizer.py: count",
-    "training/plan.py: longest",
-    # a vocabulary has special tokens, and so have the texts of a corpus
-    "data/plain_text.py: self.tokens", "inspect/circuits.py: len(self.left_VE)", "run.py: config.output_vocab",
-    "text/learn.py: self.codec.source_vocab", "text/learn.py: tokenizer.size", "training/plan.py: data.tokens",
-    # one is excluded by a test before
-    "inspect/circuits.py: len(ids)", "inspect/prune.py: count", "inspect/prune.py: len(importance)",
-    "training/pruning.py: count_heads(model)",
-    # constants; positions and heads of a model that is of use; two numbers
-    "training/plan.py: DEFAULT_MINUTES", "training/trainer.py: MAX_SKIPS", "api.py: limit", "inspect/trace.py: heads",
-    "training/loader.py: tokens",
-}  # fmt: skip
-
-
-def bare_counts(tree: ast.AST) -> list[str]:
-    """The expressions in f-strings that stand right before one of the counted nouns, which is then always a plural."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            parts = [part.value if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
-                     for part in node.values]  # fmt: skip
-            found += re.findall(rf"\{{([^{{}}]+)\}} (?:{COUNTED})\b(?!/)", "".join(parts))
-    return found
-
-
-def test_one_of_a_thing_is_no_plural():
-    """`plural(count, 'token')` and not `{count} tokens`, unless the count cannot be one."""
-    bare = {
-        f"{file.relative_to(SOURCE).as_posix()}: {expression}"
-        for file in FILES
-        for expression in bare_counts(ast.parse(file.read_text(encoding="utf-8")))
-    }
-    assert bare - NEVER_ONE == set()
-
-
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [
-        ('f"{n} tokens"', ["n"]),
-        ('f"has {len(x):,} lines, {m:g} minutes"', ["len(x)", "m"]),
-        ("f\"of {event['n']}\" f' heads'", ["event['n']"]),
-        ("f\"{n:,} tokens/s, {plural(n, 'token')}, {n} linesman\"", []),
-    ],
-)
-def test_bare_counts_are_found(code, found):
-    assert bare_counts(ast.parse(code)) == found
 
 
 # The command line and what is written about it
