@@ -435,7 +435,7 @@ class Repetition(PastTokens):
         value_NV.scatter_(1, self.past_NT, value_NV.gather(1, self.past_NT) * self.penalty)
 
 
-class Progress(NamedTuple):
+class PhraseProgress(NamedTuple):
     """The distance of hypotheses from meeting their requirements, at one step."""
 
     need_N: Tensor  # fewest tokens until all requirements are met
@@ -490,7 +490,7 @@ class PhraseConstraint(Rule):
         self.stopped_N = torch.zeros_like(self.committed_N)
         need_B = self.need_MQ[self.met_N, self.state_N]
         self.stages_per_token_B = per_input([item.stages for item in inputs]) / need_B.clamp(min=1)
-        self._progress: Progress | None = None  # of the latest step
+        self._progress: PhraseProgress | None = None  # of the latest step
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
         sentence_N = alive_B.repeat_interleave(len(value_NV) // len(alive_B))
@@ -523,7 +523,7 @@ class PhraseConstraint(Rule):
         if self.redistribute:
             pulled_N = self._redistribute(value_NV, logp_NV[:, self.eos], need_N > 0, nearer_NV)
         value_NV[:, self.eos] = end_N
-        self._progress = Progress(need_N, need_NV, nearer_NV, pulled_N)
+        self._progress = PhraseProgress(need_N, need_NV, nearer_NV, pulled_N)
 
     def _redistribute(self, value_NV: Tensor, end_N: Tensor, unmet_N: Tensor, nearer_NV: Tensor) -> Tensor:
         """Move the probability of the end to tokens that bring a requirement nearer, until the phrase is complete.
