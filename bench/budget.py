@@ -1,8 +1,8 @@
-"""Training without settings beside a recipe, on the same data for the same time, taking turns.
+"""Training without settings, compared with a recipe, on the same data and for the same time; both take turns.
 
     python bench/budget.py --minutes 5 --recipe g2p --data dut_train.tsv --valid dut_dev.tsv
 
-All arguments but those below are options of `regard train`, and go to both.
+All arguments except those below are options of `regard train`, and are passed to both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def train(arguments: list[str], out: Path) -> dict[str, object]:
-    """Train in a process of its own -> the last event of its log, which has the best score."""
+    """Train in a new process -> the last event of its log, with the best score."""
     command = [sys.executable, "-m", "regard", "train", *arguments, "--out", str(out)]
     result = subprocess.run(command, text=True, stderr=subprocess.PIPE, check=False)
     if result.returncode:
@@ -26,7 +26,7 @@ def train(arguments: list[str], out: Path) -> dict[str, object]:
 
 
 def evaluate(run: Path, arguments: list[str]) -> dict[str, float]:
-    """Scores on the validation file, if one is named: the loss of a run depends on its tokens, its metrics do not."""
+    """Scores on the validation file, if given: unlike the loss, these metrics do not depend on the tokens of a run."""
     if "--valid" not in arguments:
         return {}
     valid = arguments[arguments.index("--valid") + 1]

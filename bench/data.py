@@ -1,14 +1,19 @@
-"""Large corpora: time and memory of preparing N pairs, of opening what is prepared, and of ordering and reading it.
+"""Large corpora: time and memory of preparing, opening, ordering and reading N pairs.
 
     python bench/data.py --pairs 20000000
     python bench/data.py --pairs 2000000 --task lm
 
-Writes tables of made-up sentences (about 60 bytes a side) with an eighth and all of the pairs, and for each of them
-prepares it as `regard train` does with a cache, then as a second run does that finds it there, trains another run until
-its first step is done, orders epochs and reads batches, each in a process of its own. The table shows the peak of
-resident memory beyond that after the imports, a bound on that of the largest process that it started (Linux counts what
-the parent had then), the time, the CPU time of all, and pairs per second. With `--task lm` each pair is two lines of
-plain text, which is not ordered and read.
+Writes tables of artificial sentences (about 60 bytes per side), with an eighth of the pairs and with all pairs. For
+each table, separate processes
+
+- prepare it as `regard train` does with a cache,
+- open the prepared data as a second run does,
+- train another run until its first step is done,
+- order epochs and read batches.
+
+The printed table has the peak of resident memory above the memory after the imports, an upper bound on that of the
+largest child process (Linux includes what the parent had at that time), the time, the CPU time of all processes, and
+pairs per second. With `--task lm` each pair is two lines of plain text, and nothing is ordered and read.
 """
 
 from __future__ import annotations
@@ -28,11 +33,11 @@ from pathlib import Path
 import numpy as np
 
 WORDS = 50_000
-LINES = 10_000  # drawn at a time
+LINES = 10_000  # per random draw
 
 
 def write(path: Path, pairs: int) -> None:
-    """Sides with a tab between them, or as lines of a text."""
+    """Sides separated by a tab, or as lines of a text."""
     between = "\t" if path.suffix == ".tsv" else "\n"
     draw = np.random.default_rng(1)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
@@ -40,7 +45,7 @@ def write(path: Path, pairs: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         for first in range(0, pairs, LINES):
             lengths = draw.integers(3, 18, 2 * min(LINES, pairs - first))
-            ranks = (WORDS ** (draw.random(lengths.sum()) ** 2)).astype(int) - 1  # few words are frequent
+            ranks = (WORDS ** (draw.random(lengths.sum()) ** 2)).astype(int) - 1  # a few words are frequent
             drawn = map(words.__getitem__, ranks.tolist())
             sides = [" ".join(islice(drawn, length)) for length in lengths.tolist()]
             file.writelines(
@@ -106,7 +111,7 @@ def take_a_step(path: Path, processes: int) -> None:
         )
 
 
-# A second run on the same data finds it in the cache by the hashes of the files: the time until training can start.
+# A second run finds the data in the cache, by file hashes; this is the time until training can start.
 PARTS: dict[str, Callable[[Path, int], None]] = {
     "prepare": prepare_all,
     "second run": prepare_again,
@@ -143,7 +148,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=1_000_000)
     parser.add_argument("--task", choices=("pairs", "lm"), default="pairs")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that tokenise (default: one per core)")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="tokenising processes (default: one per core)"
+    )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Decoding throughput beside `generate` of transformers' MarianMTModel: the same weights, sources and output lengths.
+"""Decoding throughput compared with transformers' MarianMTModel, with the same weights, sources and output lengths.
 
     python bench/decoding.py
 
-Both have a random Transformer with the same weights, generate exactly `--length` tokens for every source, and take one
-step more for the end token, whose probability is not counted; the table has the number of equal outputs. Both run in
-one process, with the allocator set as on regard's command line (both gain from it), take turns, and medians are
-compared. Both take and return ids, so tokenization is not measured.
+Both have a random Transformer with the same weights, and generate exactly `--length` tokens per source. They take one
+more step for the end token, whose probability is not counted. The table has the number of equal outputs. Both run in
+one process and take turns, with the allocator settings of regard's command line, which help both; the figures are
+medians. Both read and return ids, so tokenisation is not measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES = {
 }
 VOCABULARY = 8000
 Ids = list[list[int]]
-Contender = Callable[[Ids, int, int], Ids]  # sources, beam, length -> outputs without their end
+Contender = Callable[[Ids, int, int], Ids]  # sources, beam, length -> outputs without the end token
 
 
 def ours(model: Model) -> Contender:
@@ -62,7 +62,7 @@ def theirs(model: Model) -> Contender:
             do_sample=False,
             min_new_tokens=length,
             max_new_tokens=length + 1,
-            forced_eos_token_id=ids.eos,  # which it takes to be certain: the end does not count
+            forced_eos_token_id=ids.eos,  # transformers gives it probability 1: the end does not count
             suppress_tokens=[ids.pad, ids.unk, ids.sos],
         )
         return out_BT[:, 1:-1].tolist()
@@ -71,9 +71,9 @@ def theirs(model: Model) -> Contender:
 
 
 def marian_like(model: Model) -> MarianMTModel:
-    """A MarianMTModel that computes what `model` does.
+    """A MarianMTModel that computes the same as `model`.
 
-    Its sinusoids come as all sines, then all cosines, where ours alternate, so every vector is permuted.
+    Its positions have all sines before all cosines, ours alternate, so every vector is permuted.
     """
     config, stack = model.config, model.config.decoder
     assert stack is not None
@@ -99,7 +99,7 @@ def marian_like(model: Model) -> MarianMTModel:
     weights: dict[str, Tensor] = {"model.shared.weight": ours["source_embedding.weight"][:, order]}
 
     def linear(theirs: str, weight: Tensor, bias: Tensor, reads: bool) -> None:
-        """A layer that reads the permuted vectors, or writes them."""
+        """Copy a layer that reads or writes permuted vectors."""
         weights[f"{theirs}.weight"] = weight[:, order] if reads else weight[order]
         weights[f"{theirs}.bias"] = bias if reads else bias[order]
 
@@ -126,7 +126,7 @@ def marian_like(model: Model) -> MarianMTModel:
         for i in range(stack.layers):
             for kind in ("attention", "feed_forward", *(["cross"] if side == "decoder" else [])):
                 sublayer(f"model.{side}.layers.{i}", f"{side}.blocks.{i}", kind)
-    parameters = dict(marian.named_parameters())  # a shared table is one of them
+    parameters = dict(marian.named_parameters())  # a shared table occurs once
     learned = {name for name, parameter in parameters.items() if parameter.requires_grad}
     assert learned == weights.keys(), learned ^ weights.keys()
     with torch.no_grad():
@@ -136,15 +136,15 @@ def marian_like(model: Model) -> MarianMTModel:
 
 
 def random_sources(count: int, longest: int) -> Ids:
-    """Random tokens, in lengths from half the longest to the longest, each with its end."""
+    """Random tokens with an end token; lengths are between half the maximum and the maximum."""
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(longest // 2, longest, (count,), generator=draw).tolist()
     return [[*torch.randint(4, VOCABULARY, (n,), generator=draw).tolist(), 3] for n in sorted(lengths, reverse=True)]
 
 
 def compare(contenders: Sequence[Contender], sources: Ids, beam: int, length: int, rounds: int) -> tuple[list, int]:
-    """Sentences per second of each, medians of rounds in turns, and how many outputs are the same."""
-    ours, theirs = (generate(sources, beam, length) for generate in contenders)  # and all is warm
+    """Sentences per second of each (medians of rounds in turn), and the number of equal outputs."""
+    ours, theirs = (generate(sources, beam, length) for generate in contenders)  # warm-up
     assert {len(output) for output in ours + theirs} == {length}, "the outputs differ in length"
     seconds: list[list[float]] = [[] for _ in contenders]
     for _ in range(rounds):
@@ -162,11 +162,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--beam", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
-    parser.add_argument("--length", type=int, default=30, help="output tokens; a source has 15 to 30 of them")
+    parser.add_argument("--length", type=int, default=30, help="output tokens; a source has 15 to 30")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     tune_allocator()
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it remarks on every option that is not its default
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it logs every option that differs from its default
     print(f"sentences per second, median of {arguments.rounds} rounds; outputs of {arguments.length} tokens")
     print("size  threads  batch  beam    regard  transformers  ratio  same outputs")
     for size in arguments.size:

@@ -1,15 +1,18 @@
-"""Pronunciation from spelling beside yoyodyne and Joey NMT: training examples and decoded words per second.
+"""Pronunciation from spelling, compared with yoyodyne and Joey NMT: training examples and decoded words per second.
 
     python bench/g2p.py --data dut_train.tsv --valid dut_dev.tsv --yoyodyne PYTHON --joeynmt PYTHON
 
-One model size for all (4+4 layers, width 256, feed-forward 1024, 4 heads, dropout 0.2) and 64 words per batch. Each
-toolkit is run by its own command line as its users run it, in an environment of its own: PYTHON is the interpreter of
-one that has it installed; without it the toolkit is left out. Training is timed by the toolkit's own progress reports,
-from the first on. Decoding is timed with few words and with many, and the difference counts, so that neither start-up
-nor loading does; all may generate as many tokens as the longest pronunciation in the data has. regard is measured in
-fp32, in bf16, and trained in bf16 and decoding in int8 by CTranslate2, if that is installed. WER and mean length of the
-outputs are printed too: a model that is hardly trained stops at once or never, and its speed means little. Raise
---seconds until the lengths are similar.
+All toolkits train one model size (4+4 layers, width 256, feed-forward 1024, 4 heads, dropout 0.2) with 64 words per
+batch. Each toolkit runs by its own command line in its own environment: PYTHON is the interpreter of an environment
+with the toolkit; without it the toolkit is skipped.
+
+Training time is taken from the toolkit's own progress reports, starting with the first. Decoding is timed with few
+words and with many; the difference excludes start-up and loading. The limit of output tokens is the longest
+pronunciation in the data. regard is measured in fp32, in bf16, and (if CTranslate2 is installed) trained in bf16 and
+decoded in int8.
+
+WER and mean output length are printed too: a barely trained model stops at once or never, and its speed means little.
+Raise --seconds until the lengths are similar.
 """
 
 from __future__ import annotations
@@ -39,35 +42,39 @@ Pair = tuple[str, str]
 
 @dataclass
 class Job:
-    """The same task for every toolkit."""
+    """The task of every toolkit."""
 
     data: Path
     valid: Path
     work: Path  # an empty directory
     seconds: float
-    longest: int  # tokens of a pronunciation
+    longest: int  # tokens of the longest pronunciation
 
 
 @dataclass
 class Toolkit:
-    """Functions that train and return examples per second, and that decode a file of words and return the outputs."""
+    """Functions of a toolkit: `train` returns examples per second, `decode` the outputs for a file of words."""
 
     train: Callable[[Job], float]
     decode: Callable[[Job, Path, int], list[str]]
-    words: tuple[int, int]  # few and many
+    words: tuple[int, int]  # a few, and many
 
 
 # regard
 
 
 def regard(training: str, *decoding: str) -> Toolkit:
-    """Trained in a precision, and decoding with options."""
+    """regard, trained in a precision, decoding with options."""
     command = [sys.executable, "-m", "regard"]
 
     def train(job: Job) -> float:
         sizes = {"layers": LAYERS, "width": WIDTH, "ff": FF, "heads": HEADS, "dropout": DROPOUT}
         settings = [f"{key}={value}" for key, value in sizes.items()]
-        settings += [f"batch_examples={BATCH}", "log_every=5", f"validate_every={10**9}"]  # the peers have no pauses
+        settings += [
+            f"batch_examples={BATCH}",
+            "log_every=5",
+            f"validate_every={10**9}",
+        ]  # the other toolkits have no pauses either
         settings += [f"precision={training}"]
         given = ["--data", job.data, "--valid", job.valid, "--out", job.work / "run"]
         budget = ["--workers", 2, "--minutes", job.seconds / 60]
@@ -76,7 +83,9 @@ def regard(training: str, *decoding: str) -> Toolkit:
         rates = [event["examples_per_second"] for event in events if event["event"] == "train"]
         if len(rates) < 2:
             sys.exit("too little time for two reports of progress; raise --seconds")
-        return statistics.harmonic_mean(rates[1:])  # over equal numbers of steps: all examples by all the time
+        return statistics.harmonic_mean(
+            rates[1:]
+        )  # over equal numbers of steps: all examples divided by the total time
 
     def decode(job: Job, words: Path, beam: int) -> list[str]:
         options = ["--beam", beam, "--max-length", job.longest, "--workers", 2, *decoding]
@@ -89,7 +98,7 @@ def regard(training: str, *decoding: str) -> Toolkit:
 
 
 def yoyodyne(python: str) -> Toolkit:
-    command = [python, "-c", "from yoyodyne.cli.main import main; main()"]  # what its `yoyodyne` script does
+    command = [python, "-c", "from yoyodyne.cli.main import main; main()"]  # as its `yoyodyne` script
 
     def config(job: Job, beam: int = 1) -> Path:
         encoder = {"attention_heads": HEADS, "embedding_size": WIDTH, "hidden_size": FF, "layers": LAYERS}
@@ -137,7 +146,7 @@ def yoyodyne(python: str) -> Toolkit:
         given += ["--data.predict", words, "--data.target_col", 0, "--prediction.path", job.work / "out"]
         run([*command, "predict", "--config", config(job, beam), *given])
         lines = (job.work / "out").read_text(encoding="utf-8").splitlines()
-        return [line.split("\t")[0] for line in lines]  # with a beam, outputs and scores in turns
+        return [line.split("\t")[0] for line in lines]  # with a beam, outputs and scores alternate
 
     return Toolkit(train, decode, (2 * BATCH, 18 * BATCH))
 
@@ -149,7 +158,7 @@ def joeynmt(python: str) -> Toolkit:
     command = [python, "-m", "joeynmt"]
 
     def environment(job: Job) -> dict[str, str]:
-        """It imports a package that it does not ask for, and torch must read its checkpoints, which are pickles."""
+        """Add a package that it imports without requiring it, and let torch read its checkpoints, which are pickles."""
         stub = job.work / "stub" / "importlib_metadata.py"
         stub.parent.mkdir(exist_ok=True)
         stub.write_text("from importlib.metadata import *\n")
@@ -166,7 +175,7 @@ def joeynmt(python: str) -> Toolkit:
             "embeddings": {"embedding_dim": WIDTH, "scale": True, "dropout": DROPOUT},
             "hidden_size": WIDTH,
             "ff_size": FF,
-            "layer_norm": "pre",  # its encoder and decoder have different defaults, with which nothing is learned
+            "layer_norm": "pre",  # its defaults differ between encoder and decoder, and do not learn
             "dropout": DROPOUT,
         }
         table: dict[str, Any] = {
@@ -218,7 +227,7 @@ def joeynmt(python: str) -> Toolkit:
 
 
 def run(command: list[Any], stdin: Path | None = None, environment: dict[str, str] | None = None) -> str:
-    """The stdout of a command; its stderr is shown only if it fails."""
+    """The stdout of a command; stderr is shown only if it fails."""
     with open(stdin or os.devnull, "rb") as file:
         done = subprocess.run(
             list(map(str, command)), stdin=file, capture_output=True, env={**os.environ, **(environment or {})}
@@ -231,7 +240,7 @@ def run(command: list[Any], stdin: Path | None = None, environment: dict[str, st
 def watch(
     command: list[Any], report: str, seconds: float | None = None, environment: dict[str, str] | None = None
 ) -> list[tuple[float, tuple[str, ...]]]:
-    """Run a command -> the times at which its output matched `report`; interrupt it `seconds` after the first."""
+    """Run a command -> the times of outputs that match `report`; interrupt it `seconds` after the first."""
     reports: list[tuple[float, tuple[str, ...]]] = []
     output: list[str] = []
     with subprocess.Popen(
@@ -240,7 +249,7 @@ def watch(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **(environment or {})},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it by default
     ) as process:
         for line in lines_of(process):
             output.append(line)
@@ -255,7 +264,7 @@ def watch(
 
 
 def lines_of(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """The output of a process as it arrives: lines, and states of a progress bar."""
+    """The output of a process as it arrives, in lines and states of a progress bar."""
     assert process.stdout is not None
     rest = b""
     while new := os.read(process.stdout.fileno(), 1 << 16):
@@ -264,7 +273,7 @@ def lines_of(process: subprocess.Popen[bytes]) -> Iterator[str]:
 
 
 def rate(reports: Iterator[tuple[float, int]]) -> float:
-    """Examples per second from the first report to the last with progress."""
+    """Examples per second from the first report to the last report with progress."""
     moved: dict[int, float] = {}
     for clock, batches in reports:
         if batches:
@@ -281,7 +290,7 @@ def pairs(path: Path) -> list[Pair]:
 
 
 def words_per_second(kit: Toolkit, job: Job, beam: int, rounds: int) -> tuple[float, str]:
-    """Words per second without start-up, and WER and mean length of the outputs."""
+    """Words per second without start-up, WER, and mean output length."""
     examples = pairs(job.valid)
     random.Random(1).shuffle(examples)
     times: dict[int, list[float]] = {count: [] for count in kit.words}
@@ -299,18 +308,18 @@ def words_per_second(kit: Toolkit, job: Job, beam: int, rounds: int) -> tuple[fl
     wrong = sum(output != target for output, (_, target) in zip(outputs, chosen, strict=True))
     tokens = sum(len(output.split()) for output in outputs)
     seconds = statistics.median(times[many]) - statistics.median(times[few])
-    speed = (many - few) / seconds if seconds > 0 else math.nan  # start-up varied by more than the words took
+    speed = (many - few) / seconds if seconds > 0 else math.nan  # start-up varied more than the words took
     return speed, f"WER {100 * wrong / many:3.0f}, {tokens / many:4.1f} long"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="words and pronunciations, a TSV")
-    parser.add_argument("--valid", type=Path, required=True, help="the same, to decode")
-    parser.add_argument("--yoyodyne", metavar="PYTHON", help="of an environment with yoyodyne 0.5")
-    parser.add_argument("--joeynmt", metavar="PYTHON", help="of an environment with joeynmt 2.3")
-    parser.add_argument("--seconds", type=float, default=60, help="of training, each")
-    parser.add_argument("--rounds", type=int, default=1, help="of decoding; 0: training alone")
+    parser.add_argument("--data", type=Path, required=True, help="TSV of words and pronunciations")
+    parser.add_argument("--valid", type=Path, required=True, help="TSV to decode")
+    parser.add_argument("--yoyodyne", metavar="PYTHON", help="interpreter of an environment with yoyodyne 0.5")
+    parser.add_argument("--joeynmt", metavar="PYTHON", help="interpreter of an environment with joeynmt 2.3")
+    parser.add_argument("--seconds", type=float, default=60, help="training time per toolkit")
+    parser.add_argument("--rounds", type=int, default=1, help="of decoding; 0: only training")
     arguments = parser.parse_args()
     if importlib.util.find_spec("regard") is None:
         sys.exit("install regard first")

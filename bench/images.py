@@ -2,8 +2,8 @@
 
     python bench/images.py
 
-A fifth of the images, drawn with a fixed seed, is held out and evaluated once, at the end; the recipe splits its own
-validation images off the rest.
+A fifth of the images, drawn with a fixed seed, is held out and evaluated once, at the end. The recipe takes its
+validation images from the rest.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A character-level language model beside a plain torch loop: time per step, and loss after the same number of steps.
+"""A character-level language model, compared with a plain torch loop: time per step, and loss after the same steps.
 
     python bench/lm.py --text tinyshakespeare.txt
 
-4 layers, 4 heads, width 128, 64 characters of context, 12 windows per batch, no dropout: small enough for a laptop. The
-first 90% of the text are trained on. The plain loop is what people write first: modules of torch, fused causal
-attention, AdamW with warm-up and a cosine, windows drawn at random. Both take turns; the speed is that of steps
-alone, without validation. The loss of both is the mean over the last 10% in windows of 64 that do not overlap.
+The model has 4 layers, 4 heads, width 128, and 64 characters of context; a batch has 12 windows; there is no dropout.
+This is small enough for a laptop. Both train on the first 90% of the text. The plain loop has modules of torch, fused
+causal attention, AdamW with warm-up and a cosine schedule, and random windows. Both take turns. The speed is that of
+the steps, without validation. The loss is the mean over the last 10% of the text, in windows of 64 without overlap.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Plain(nn.Module):
 
 
 def plain(text: str, steps: int) -> tuple[float, float]:
-    """-> seconds per step, loss on the last tenth."""
+    """Train a plain loop -> seconds per step, loss on the last tenth."""
     number = {letter: index for index, letter in enumerate(sorted(set(text)))}
     ids = torch.tensor([number[letter] for letter in text])
     train, valid = ids[: len(ids) * 9 // 10], ids[len(ids) * 9 // 10 :]
@@ -96,7 +96,7 @@ def cosine(done: float) -> float:
 
 
 def ours(path: Path, text: str, steps: int, work: Path) -> tuple[float, float]:
-    """The same by `regard train`; seconds per step by its own log."""
+    """The same with `regard train`; seconds per step are from its log."""
     train, valid = work / "train.txt", work / "valid.txt"
     cut = len(text) * 9 // 10
     train.write_text(text[:cut], encoding="utf-8")

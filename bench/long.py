@@ -1,12 +1,12 @@
-"""Training on long texts: memory and time of one step, hashed attention in reversible layers beside full attention.
+"""Training on long texts: memory and time of a step with LSH attention and reversible layers, or with full attention.
 
     python bench/long.py
 
-Each contender trains a causal language model of the same shape on one sequence of random tokens, in a process of its
-own per length. Memory is the peak of the process less what it held before its first step; time is that of the fastest
-step after the first, and work its CPU time over all threads. `hashed` is this project's LSH attention in reversible
-layers, `full` the same model with ordinary attention and residuals, and `peer` is transformers' ReformerModelWithLMHead
-with the settings of `hashed`.
+Each contender trains a causal language model of the same shape on one sequence of random tokens, in a new process per
+length. Memory is the peak of the process minus its memory before the first step. Time is that of the fastest step
+after the first; work is its CPU time over all threads. `hashed` is LSH attention with reversible layers, `full` the
+same model with ordinary attention and residuals, and `peer` is ReformerModelWithLMHead of transformers with the
+settings of `hashed`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTENDERS = ("hashed", "full", "peer")
 
 
 def ours(length: int, hashed: bool) -> tuple[Callable[[], None], int]:
-    """-> a step of training, and the number of parameters."""
+    """Build a contender -> a training step, and the number of parameters."""
     import torch
 
     from regard.batch import Batch
@@ -85,7 +85,7 @@ def peer(length: int) -> tuple[Callable[[], None], int]:
 
 
 def measure(contender: str, length: int, steps: int) -> dict[str, float]:
-    """Memory and time of one contender, in a process of its own: a process does not return all of its memory."""
+    """Memory and time of one contender, in a new process, because a process does not return all of its memory."""
     step, parameters = peer(length) if contender == "peer" else ours(length, contender == "hashed")
     with open("/proc/self/statm") as file:
         before = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -105,9 +105,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--layers", type=int, default=SHAPE["layers"])
-    parser.add_argument(
-        "--threads", type=int, help="threads of each process; on a busy machine 1 gives the steadiest work"
-    )
+    parser.add_argument("--threads", type=int, help="threads per process; on a busy machine, work varies least with 1")
     parser.add_argument("--child", nargs=2, metavar=("CONTENDER", "LENGTH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     SHAPE["layers"] = arguments.layers
@@ -120,7 +118,7 @@ def main() -> None:
         print(json.dumps(measure(contender, int(length), arguments.steps)))
         return
     print("tokens  contender  parameters  memory MB  kB/token  time s  work s  memory:hashed  time:hashed  work:hashed")
-    # glibc keeps freed blocks of up to 32 MB. Returned at once, the peak is what a step needs.
+    # glibc keeps freed blocks of up to 32 MB. Return them at once, so that the peak is what a step needs.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     for length in arguments.lengths:
         results: dict[str, dict[str, float]] = {}

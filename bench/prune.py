@@ -2,8 +2,8 @@
 
     python bench/prune.py train.tsv dev.tsv RUN... --tune 3000
 
-All runs read the same data. A part of the training data that tuning does not see chooses among the tuned weights; what
-is reported is measured on the development data, which chooses nothing here. (The runs may have been chosen on it.)
+All runs read the same data. The tuned weights are selected on a part of the training data that tuning does not use. The
+reported figures are measured on the development data, which selects nothing here (but may have selected the runs).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The cost of recording: every attention map of one sentence against a plain forward pass, and the page of it.
+"""The cost of recording every attention map of a sentence, compared with a plain forward pass, and of its page.
 
     python bench/recording.py
 
-A random model of 6 + 6 layers with 8 heads reads and writes 30 tokens. Plain and recorded passes take turns; medians
-are compared.
+A random model of 6 + 6 layers with 8 heads reads and writes 30 tokens. Plain and recorded passes take turns; the
+figures are medians.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The server under load: throughput beside plain wrappers, overload, long runs, stalled clients, and ends by SIGTERM.
+"""The server under load: throughput compared with simple wrappers, overload, long runs, stalled clients, and SIGTERM.
 
-    python bench/serve.py compare RUN --lines FILE     beside a FastAPI wrapper around CTranslate2, 1, 8 and 64 clients
-    python bench/serve.py fairness RUN --lines FILE    one line at a time, alone and beside requests of 1,000 lines
+    python bench/serve.py compare RUN --lines FILE     a FastAPI wrapper around CTranslate2, 1, 8 and 64 clients
+    python bench/serve.py fairness RUN --lines FILE    one line at a time, with and without requests of 1,000 lines
     python bench/serve.py overload RUN --lines FILE    1,000 connections, ten times the capacity
     python bench/serve.py soak RUN --lines FILE        100,000 requests
     python bench/serve.py stop RUN --lines FILE        SIGTERM under load, 50 times
-    python bench/serve.py stalled RUN --lines FILE     500 stalled clients beside others
-    python bench/serve.py schema RUN --lines FILE      schemathesis: requests that fit the API's description or do not
+    python bench/serve.py stalled RUN --lines FILE     500 stalled clients next to good ones
+    python bench/serve.py schema RUN --lines FILE      schemathesis: valid and invalid requests from the API description
 
-Everything runs on loopback. The figures are printed as one JSON object. Latencies are those of the server, until its
-answer is in the client's socket; how long it lies there is `client_delay`.
+Everything runs on loopback. The figures are printed as one JSON object. Latency ends when the answer is in the client's
+socket; the time until the client reads it is `client_delay`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OURS = "regard"
 
 @contextmanager
 def process(command: list[str], port: int, path: str = "/health/ready") -> Iterator[subprocess.Popen[bytes]]:
-    """A server, once it answers."""
+    """Start a server and wait until it answers."""
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         for _ in range(600):
@@ -60,7 +60,7 @@ def process(command: list[str], port: int, path: str = "/health/ready") -> Itera
 
 
 def regard(runs: list[str], port: int, *options: object) -> list[str]:
-    """The command of a server; its first run is called `run`."""
+    """The command of a server; the name of its first run is `run`."""
     named = [f"run={runs[0]}", *runs[1:]]
     return [sys.executable, "-m", "regard", "serve", *named, "--port", str(port), *map(str, options)]
 
@@ -76,13 +76,13 @@ def show(name: str, **figures: object) -> None:
 
 
 def middle(values: list[float]) -> dict[str, float]:
-    """The median and the range of what was measured in several rounds."""
+    """The median and the range over several rounds."""
     named = {"median": statistics.median(values), "least": min(values), "most": max(values)}
     return {name: round(value, 3) for name, value in named.items()}
 
 
 def compare(options: argparse.Namespace, lines: list[str]) -> None:
-    """Throughput and latency beside wrappers, in turn; ratios are those of one round each."""
+    """Throughput and latency compared with wrappers, in turn; each ratio is taken within a round."""
     ports = {name: free_port() for name in (OURS, "wrapper", "one at a time")}
     ours = regard(options.runs, ports[OURS], "--engine", "ctranslate2", "--precision", "int8", "--beam", options.beam)
     wrapper = [sys.executable, str(FOLDER / "serve_wrapper.py"), options.runs[0], str(options.beam)]
@@ -117,7 +117,7 @@ def compare(options: argparse.Namespace, lines: list[str]) -> None:
 
 
 def fairness(options: argparse.Namespace, lines: list[str]) -> None:
-    """Latency of one line at a time, alone and beside requests of 1,000 lines."""
+    """Latency of one line at a time, with and without concurrent requests of 1,000 lines."""
     port = free_port()
 
     def measure(beside: bool) -> list[float]:
@@ -131,7 +131,7 @@ def fairness(options: argparse.Namespace, lines: list[str]) -> None:
         return load.seconds
 
     rows = []
-    # 1,000 lines may take longer than a server lets a request take by default
+    # 1,000 lines may take longer than the default deadline
     with process(regard(options.runs, port, "--beam", options.beam, "--deadline", 600), port):
         for _ in range(options.rounds):
             alone, beside = quantiles(measure(False)), quantiles(measure(True))
@@ -140,7 +140,7 @@ def fairness(options: argparse.Namespace, lines: list[str]) -> None:
 
 
 def memory(pid: int) -> dict[int, int]:
-    """Kilobytes of a process and each of its children; what several of them share counts in parts."""
+    """Kilobytes of a process and each of its children; shared memory is divided among them."""
     pids, used = [pid], {}
     while pids:
         each = pids.pop()
@@ -155,16 +155,16 @@ def memory(pid: int) -> dict[int, int]:
 
 
 def growth(before: dict[int, int], after: dict[int, int]) -> dict[str, object]:
-    """How much more memory there is in use, in all and by process."""
+    """The growth of memory, in total and by process."""
     percent = round(100 * (sum(after.values()) / sum(before.values()) - 1), 1)
     return {"memory_percent": percent, "memory_kb": [[before.get(pid, 0), kb] for pid, kb in after.items()]}
 
 
 def overload(options: argparse.Namespace, lines: list[str]) -> None:
-    """Far more clients than the server can answer: each request is answered once, and memory stays.
+    """More clients than the server can answer: each request is answered once, and memory does not grow.
 
-    The clients together ask `--times` as often as the server can answer, whatever becomes of their requests.
-    Memory is compared between a quarter of the time, when all buffers and batches have their size, and the end.
+    The clients together send requests at `--times` the capacity of the server, whatever the answers are. Memory is
+    compared between a quarter of the time, when buffers and batches have reached their size, and the end.
     """
     port = free_port()
     with process(regard(options.runs, port, "--beam", options.beam, "--queue", options.queue), port) as server:
@@ -184,7 +184,7 @@ def overload(options: argparse.Namespace, lines: list[str]) -> None:
 
 
 def soak(options: argparse.Namespace, lines: list[str]) -> None:
-    """Many requests, no error."""
+    """Many requests without an error."""
     port = free_port()
     engine = ["--engine", "ctranslate2", "--precision", "int8"]
     with process(regard(options.runs, port, "--beam", options.beam, *engine), port) as server:
@@ -226,22 +226,22 @@ def stop(options: argparse.Namespace, lines: list[str]) -> None:
 HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-STALLS = {  # what is sent first, and every half second then
+STALLS = {  # name -> (data sent first, data sent every half second)
     "silent": (b"", b""),
     "half a header": (HEAD + b"X-A: b", b""),
     "trickled header": (HEAD + b"X-A: b", b"b"),
     "trickled body": (HEAD + b"Content-Length: 1000\r\n\r\n{", b" "),
-    "slow reader": (b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000, b""),  # more than buffers hold
+    "slow reader": (b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000, b""),  # more than fits into buffers
 }
 
 
 def stall(port: int, clients: int) -> dict[str, float]:
-    """Stalled clients -> the seconds after which the last of each kind was let go."""
+    """Run stalled clients -> seconds until the server closed the last connection of each kind."""
     closed: dict[str, list[float]] = {kind: [] for kind in STALLS}
-    held: set[int] = set()  # ports of clients whose connection a process has open
+    held: set[int] = set()  # ports of clients with an open connection
 
     async def watch() -> None:
-        """Read the kernel's table of connections: what a client has not read hides from it that the server is gone."""
+        """Read the connection table of the kernel: a client with unread data does not notice a closed connection."""
         while True:
             rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
             ours = [row for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01" and row[9] != "0"]
@@ -276,7 +276,7 @@ def stall(port: int, clients: int) -> dict[str, float]:
 
 
 def stalled(options: argparse.Namespace, lines: list[str]) -> None:
-    """Clients that send nothing, half a header, a header or body byte by byte, or do not read, beside good ones."""
+    """Stalled clients (nothing sent, half a header, header or body byte by byte, no reading) next to good ones."""
     port = free_port()
     patience = ["--receive", options.timeout, "--send", options.timeout] if options.timeout else []
     with process(regard(options.runs, port, "--beam", options.beam, *patience), port), ProcessPoolExecutor(1) as other:
@@ -301,9 +301,9 @@ expected-statuses = [400, 401, 403, 404, 408, 413, 415, 422, 429]
 
 
 def schema(options: argparse.Namespace, lines: list[str]) -> None:
-    """Requests drawn from the description of the API, valid and not: no server error, nothing wrong accepted.
+    """Valid and invalid requests from the API description: no server error, and no invalid request accepted.
 
-    A request may be refused for its size (413) before anybody looks whether it is right.
+    A request may be refused for its size (413) before it is validated.
     """
     port = free_port()
     with (
@@ -318,7 +318,7 @@ def schema(options: argparse.Namespace, lines: list[str]) -> None:
         command += ["--mode", "all", "--checks", checks, "--phases", options.phases]
         command += [part for path in options.path or () for part in ("--include-path", path)]
         began = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, stdout=sys.stderr)  # where it keeps what it finds
+        done = subprocess.run(command, cwd=folder, stdout=sys.stderr)  # for its files
         minutes = round((time.perf_counter() - began) / 60, 1)
         show("schema", examples=options.requests, paths=options.path, minutes=minutes, exit_code=done.returncode)
 
@@ -326,23 +326,26 @@ def schema(options: argparse.Namespace, lines: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("compare", "fairness", "overload", "soak", "stop", "stalled", "schema"))
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="one; schema takes NAME=DIRECTORY too, after the first")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="one run; schema accepts more, as NAME=DIRECTORY")
     parser.add_argument("--lines", required=True, help="sources, one per line")
     parser.add_argument("--beam", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--clients", type=int, help="default: 1000 for overload, 500 for stalled")
-    parser.add_argument("--queue", type=int, default=20_000, help="of overload: tokens times hypotheses that may wait")
+    parser.add_argument("--queue", type=int, default=20_000, help="overload: --queue of the server")
+    parser.add_argument("--timeout", type=float, help="stalled: --receive and --send of the server")
+    parser.add_argument("--path", action="append", help="schema: an operation; repeatable; default: all")
+    parser.add_argument("--phases", default="coverage,fuzzing", help="schema: its phases")
     parser.add_argument(
-        "--timeout", type=float, help="of stalled: seconds that clients have; default: the server's own"
+        "--clients-of-compare",
+        default="1,8,64",
+        metavar="N,N",
+        help="compare: numbers of clients (default: %(default)s)",
     )
-    parser.add_argument("--path", action="append", help="of schema: an operation; repeatable; default: all")
-    parser.add_argument("--phases", default="coverage,fuzzing", help="of schema")
     parser.add_argument(
-        "--clients-of-compare", default="1,8,64", metavar="N,N", help="how many clients at once (default: %(default)s)"
+        "--times", type=float, default=10, help="overload: rate of requests, in multiples of the capacity"
     )
-    parser.add_argument("--times", type=float, default=10, help="how far overload goes beyond the capacity")
     options = parser.parse_args()
     options.clients = options.clients or (1000 if options.what == "overload" else 500)
     lines = [line for line in Path(options.lines).read_text("utf-8").split("\n") if line.strip()]

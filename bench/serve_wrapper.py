@@ -1,8 +1,8 @@
-"""What people write around CTranslate2 today, for bench/serve.py: a FastAPI endpoint, one translate_batch per request.
+"""A typical wrapper around CTranslate2 for bench/serve.py: a FastAPI endpoint, one translate_batch per request.
 
     python bench/serve_wrapper.py RUN BEAM PORT plain|locked
 
-`plain` is a function that FastAPI runs in its thread pool; `locked` answers one request at a time.
+`plain` runs in the thread pool of FastAPI; `locked` answers one request at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Body(BaseModel):
 def translate(body: Body) -> dict[str, object]:
     texts = [body.q] if isinstance(body.q, str) else body.q
     rows = [[source[i] for i in row] for row in run.codec.encode_source([Example(text) for text in texts])]
-    limit = LENGTH_RATIO * max(map(len, rows)) + LENGTH_EXTRA  # as regard's, where an output does not end by itself
+    limit = LENGTH_RATIO * max(map(len, rows)) + LENGTH_EXTRA  # as in regard, for outputs without an end
     with lock:
         answers = translator.translate_batch(rows, beam_size=int(beam), patience=PATIENCE, max_decoding_length=limit)
     out = [run.codec.decode_target([ids[token] for token in answer.hypotheses[0]]) for answer in answers]

@@ -1,9 +1,8 @@
-"""Time to the first answer: the command line on one word, beside `import torch` alone, taking turns.
+"""Time to the first answer of the command line for one word, compared with `import torch`; both take turns.
 
     python bench/start.py RUN
 
-The ratio of seconds is what a user notices; processor seconds and the number of imported modules depend less on what
-else the machine does.
+Users notice the ratio of seconds. CPU time and the number of imported modules depend less on other load.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from typing import NamedTuple
 
 PROGRAM = "import sys; from regard.cli.app import main; sys.argv[0] = 'regard'; main()"
 COUNT = "import atexit, sys; atexit.register(lambda: print(len(sys.modules), file=sys.stderr)); "
-# As an installed package, which is compiled once.
+# As for an installed package, whose modules are compiled once.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 class Command(NamedTuple):
-    """A Python program with its arguments and its input."""
+    """A Python program with its arguments and input."""
 
     code: str
     arguments: tuple[str, ...] = ()
     text: str = ""
 
     def run(self, before: str = "") -> str:
-        """What it writes to stderr."""
+        """Its stderr."""
         line = [sys.executable, "-c", before + self.code, *self.arguments]
         result = subprocess.run(line, input=self.text, text=True, check=True, capture_output=True, env=ENVIRONMENT)
         return result.stderr
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds on the clock, and of processor time."""
+        """Wall-clock seconds and CPU seconds."""
         before, began = os.times(), time.perf_counter()
         self.run()
         elapsed, after = time.perf_counter() - began, os.times()
@@ -59,7 +58,7 @@ def main() -> None:
         "info": Command(PROGRAM, ("info", settings.run)),
         "--help": Command(PROGRAM, ("--help",)),
     }
-    modules = {name: command.run(COUNT).split()[-1] for name, command in commands.items()}  # fills the disk cache too
+    modules = {name: command.run(COUNT).split()[-1] for name, command in commands.items()}  # also fills the disk cache
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for _ in range(settings.rounds):
         for name, command in commands.items():

@@ -1,11 +1,11 @@
-"""Training throughput beside the two loops people write first: torch.nn.Transformer and transformers' MarianMTModel.
+"""Training throughput, compared with two common loops: torch.nn.Transformer and transformers' MarianMTModel.
 
     python bench/training.py --source train.de.gz --target train.en.gz --size tiny
 
-One model size, one corpus, one token budget, dropout 0.1 and label smoothing 0.1 for all. Counted are real tokens of
-both sides per second; padding does not count. Contenders take turns, each in processes of its own, and medians are
-compared. `plain` and `marian` run as their users run them: one process, all threads, shuffled examples cut at
-the token budget. The `+buckets` lines give them this project's batches, to show what of the difference is batching.
+Model size, corpus, tokens per batch, dropout (0.1) and label smoothing (0.1) are the same for all. The rates count real
+tokens of both sides per second, without padding. Contenders take turns, in separate processes; the figures are medians.
+`plain` and `marian` run as usual: one process, all threads, shuffled examples up to the token budget. The `+buckets`
+contenders get the batches of regard, which shows the effect of batching.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def recipe(arguments: argparse.Namespace, steps: int):
                 "log_every": max(1, steps // 4),
                 "validate_every": 10**9,
                 "label_smoothing": 0.1,
-                "workers": os.cpu_count(),  # as in a run of more than a few steps
+                "workers": os.cpu_count(),  # as in longer runs
             },
         }
     )
 
 
 def ours(arguments: argparse.Namespace) -> float:
-    """Real tokens per second of a whole `fit`, by its own log, without the first quarter."""
+    """Real tokens per second of a whole `fit`, from its log, without the first quarter."""
     from regard.training.fit import fit
     from regard.training.report import Reporter
 
@@ -126,7 +126,7 @@ def padded(rows: list[list[int]]):
 
 
 def plain(size: dict[str, int]) -> Callable:
-    """torch.nn.Transformer between embeddings, sinusoids and a prediction layer."""
+    """torch.nn.Transformer with embeddings, sinusoids and an LM head."""
     import torch
     from torch import nn
 
@@ -170,7 +170,7 @@ def plain(size: dict[str, int]) -> Callable:
 
 
 def marian(size: dict[str, int]) -> Callable:
-    """transformers' MarianMTModel, its loss replaced by one with label smoothing."""
+    """transformers' MarianMTModel with label smoothing in its loss."""
     from torch import nn
     from transformers import MarianConfig, MarianMTModel
 
