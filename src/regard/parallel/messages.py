@@ -76,10 +76,9 @@ class Channel:
     def send(self, header: dict[str, Any], parts: Sequence[bytes] = (), handles: Sequence[int] = ()) -> None:
         """Send a message; `handles` are open file descriptors that the receiver gets copies of."""
         data = pack(Message(header, parts))
-        if handles:
-            sent = socket.send_fds(self.connection, [data], handles)
-            data = data[sent:]
-        self.connection.sendall(data)
+        sent = socket.send_fds(self.connection, [data], handles) if handles else 0
+        if sent < len(data):
+            self.connection.sendall(data[sent:])
 
     def receive(self) -> Message | None:
         """The next message, or None if the other side has closed."""
