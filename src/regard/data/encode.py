@@ -1,6 +1,6 @@
 """Tokenisation of whole files: blocks of text become shards, which hold ids as bytes and count the skipped lines.
 
-Large texts are tokenised by child processes. Until the prepared data is complete its shards are kept in files, so that
+Large texts are tokenised by child processes. Until the prepared data is complete, its shards are kept in files, so that
 a preparation that was killed continues where it stopped.
 """
 
@@ -314,14 +314,14 @@ class ExampleEncoder:
         source_lengths = self._lengths("source", sources)
         target_lengths = self._lengths("target", targets)
         positions = np.fromiter((located.number for located in examples), np.int64, len(examples))
-        kept = self._filter(source_lengths, target_lengths, positions, skip)
-        if len(kept) < len(examples):
-            sources = [sources[index] for index in kept]
-            targets = [targets[index] for index in kept]
-            source_lengths = source_lengths[kept]
-            target_lengths = target_lengths[kept]
-            positions = positions[kept]
-        return Rows(b"".join(sources), b"".join(targets), source_lengths, target_lengths, positions), kept
+        indices = self._filter(source_lengths, target_lengths, positions, skip)
+        if len(indices) < len(examples):
+            sources = [sources[index] for index in indices]
+            targets = [targets[index] for index in indices]
+            source_lengths = source_lengths[indices]
+            target_lengths = target_lengths[indices]
+            positions = positions[indices]
+        return Rows(b"".join(sources), b"".join(targets), source_lengths, target_lengths, positions), indices
 
     def _lengths(self, side: str, rows: Sequence[bytes]) -> Numbers:
         return np.fromiter(map(len, rows), np.int64, len(rows)) // np.dtype(self.dtype[side]).itemsize
@@ -426,10 +426,10 @@ class BlockEncoder:
             (valid if held_out else train).append(located)
         skipped: list[tuple[int, str, str]] = []
         train_rows, _ = self.encoder.encode(train, lambda *skip: skipped.append(skip))
-        valid_rows, kept = self.encoder.encode(valid, lambda *skip: skipped.append(skip))
+        valid_rows, indices = self.encoder.encode(valid, lambda *skip: skipped.append(skip))
         for position, reason, detail in sorted(skipped):
             counter.skip(reason, self.corpora.location(position), detail)
-        return EncodedBlock(train_rows, valid_rows, [valid[index].example for index in kept], counter.counts())
+        return EncodedBlock(train_rows, valid_rows, [valid[index].example for index in indices], counter.counts())
 
     def settings(self) -> dict[str, Any]:
         chosen = sorted(self.splitter.chosen) if self.splitter else None

@@ -119,10 +119,11 @@ def make_images(
         raise UserError(f"{train.name}: every image has the same label, {labels[0]!r}; there is nothing to learn")
     if valid:
         held_out = read_images(valid.paths[0], name=valid.name)
-        shape, expected = held_out.images_NCHW.shape[1:], training.images_NCHW.shape[1:]
+        shape = held_out.images_NCHW.shape[1:]
+        expected = training.images_NCHW.shape[1:]
         if shape != expected:
             raise UserError(
-                f"{valid.name}: its images have (channels, height, width) {shape}, those of {train.name} {expected}"
+                f"{valid.name}: its images have (channels, height, width) {shape}, but {train.name} {expected}"
             )
         if unknown := sorted(set(held_out.labels) - set(labels)):
             raise UserError(f"{valid.name}: labels that the training images do not have: {', '.join(unknown[:10])}")

@@ -228,7 +228,7 @@ class TokenMasking(TextObjective):
         length = context_of(train) - self.text_offset - len(self._after)
         if length < 1:
             context = plural(context_of(train), "token")
-            raise UserError(f"train.context: in {context} there is no room for text beside special tokens")
+            raise UserError(f"train.context: in {context} there is no room for text next to the special tokens")
         self.windows = Windows(stream, length, length)
         self._text = text_ids(codec.source.size, codec.source.special)
 

@@ -53,7 +53,8 @@ def make_pairs(
     recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
     """Write tokenizers and corpora into `path`, with up to `processes` processes -> the record of the data."""
-    strict, labelled = recipe.data.strict, TASKS[recipe.task].labels
+    strict = recipe.data.strict
+    labelled = TASKS[recipe.task].labels
     if recipe.data.deduplicate:
         train = train.without_duplicates()
     valid_counter = LineCounter(strict)

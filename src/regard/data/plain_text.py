@@ -76,7 +76,8 @@ def _make_codec(
     recipe: Recipe, train: Corpora, sample: Sample, split: int, base: BaseText | None
 ) -> tuple[Codec, list[str]]:
     """Learn a vocabulary from the first `split` characters, or take that of the base run."""
-    task, start_from = TASKS[recipe.task], recipe.train.start_from
+    task = TASKS[recipe.task]
+    start_from = recipe.train.start_from
     if base is not None:
         if task.seq2seq and not base.codec.shared:
             raise UserError(f"{start_from}: task {task.name} needs one vocabulary for both sides; this run has two")
@@ -94,9 +95,14 @@ def _make_codec(
         pieces = divide(read_pieces(train, LineCounter()), split)
         return draw_sample((piece for piece, _ in takewhile(lambda part: not part[1], pieces)), count, sample.count)
 
-    min_count, mask = recipe.text.min_count, task.name == "masked"
     tokenizer, note = learn_tokenizer(
-        scheme, sample.column(), sample.count, texts, min_count=min_count, mask=mask, line_ends=True
+        scheme,
+        sample.column(),
+        sample.count,
+        texts,
+        min_count=recipe.text.min_count,
+        mask=task.name == "masked",
+        line_ends=True,
     )
     return Codec(tokenizer, frame=task.frame), [note]
 
@@ -232,7 +238,8 @@ class PieceEncoder:
         self._encoder = TextEncoder(codec.source, dtype_for(codec.source.size))
 
     def make(self, block: Message) -> Message:
-        text, lengths = block.parts[0], np.frombuffer(block.parts[1], np.int64)
+        text = block.parts[0]
+        lengths = np.frombuffer(block.parts[1], np.int64)
         ends = np.cumsum(lengths)
         spans = zip((ends - lengths).tolist(), ends.tolist(), strict=True)
         pieces = [text[begin:end].decode() for begin, end in spans]

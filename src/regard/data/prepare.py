@@ -165,14 +165,14 @@ def _take_from_cache(
     while True:
         try:
             with hold_lock(entry.with_suffix(".lock"), str(entry)) as locked:
-                found = (_read_record(entry) or {}).get("made_from") == made_from
-                if found:
+                exists = (_read_record(entry) or {}).get("made_from") == made_from
+                if exists:
                     shutil.rmtree(shards_of(entry), ignore_errors=True)  # as in `prepare`
                 else:
                     make(entry if locked else path)
-                if found or locked:
+                if exists or locked:
                     _share(entry, path)
-                return found
+                return exists
         except LockHeld:
             if say is not None:
                 say(f"data: waiting for another training, which uses {entry}")
@@ -264,7 +264,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
     """The training files of a recipe, and its validation files, if any."""
     data = recipe.data
-    columns, names = data.columns, data.column_names
+    columns = data.columns
+    names = data.column_names
     if TASKS[recipe.task].reads == "text":
         columns, names = ("source",), names or TEXT
     if "features" in data.columns and (data.source or data.valid_source):
@@ -287,7 +288,8 @@ def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
 
 def _require_task(recipe: Recipe, files: list[Corpora]) -> None:
     """Refuse settings and files that the task does not support."""
-    data, reads = recipe.data, TASKS[recipe.task].reads
+    data = recipe.data
+    reads = TASKS[recipe.task].reads
     refused = {
         "weights": data.weights is not None and reads == "images",
         "temperature": data.temperature is not None and reads == "images",

@@ -1,4 +1,4 @@
-"""Reads files line by line: what is skipped is counted and named, and tables become examples.
+"""Reads files line by line and tables as examples; skipped lines are counted, with their locations.
 
 Lines are split on `\n` only, in bounded memory, compressed or not. A trailing `\r` is dropped, and so is a byte order
 mark at the start of the file. Everything else is text: U+2028, U+0085, form feeds and NUL never end a line.

@@ -188,11 +188,11 @@ class CorpusWriter:
         """Tokenise and write examples; `counter` counts the examples outside the limits."""
         for chunk in _chunks(examples):
             with threads():
-                rows, kept = self._encoder.encode(
+                rows, indices = self._encoder.encode(
                     chunk, lambda position, reason, detail: counter.skip(reason, location(position), detail)
                 )
             self.write(rows)
-            self.examples.extend(chunk[index].example for index in kept)
+            self.examples.extend(chunk[index].example for index in indices)
 
     def write(self, rows: Rows) -> None:
         """Write tokenised examples."""

@@ -109,7 +109,7 @@ def evaluate_file(request: EvaluationRequest, source: Source | None) -> Evaluati
     systems = request.systems
     runs = [system.runs[0] for system in systems if system.runs]
     if runs and source is None:
-        raise UserError("FILE is missing: a run needs sources, beside the references")
+        raise UserError("FILE is missing: a run needs sources in addition to the references")
     outputs = [system.outputs for system in systems if system.outputs is not None]
     files = ParallelFiles(source, request.references, list(dict.fromkeys(outputs)), request.texts)
     counter = LineCounter(request.options.strict)

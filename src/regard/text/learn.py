@@ -134,7 +134,7 @@ def learn_tokenizer(
 
     With `line_ends`, the white space between tokens must be kept, so word is chosen instead of space.
     """
-    choice = choose(sample, lines) if request == "auto" else TokenizerChoice(request, "as asked for")
+    choice = choose(sample, lines) if request == "auto" else TokenizerChoice(request, "as requested")
     if line_ends and choice.scheme == "space":
         choice = choice._replace(scheme="word")
     tokenizer = Tokenizer.train(choice.scheme, texts(learned_lines(choice.scheme, sample, lines)), min_count, mask)

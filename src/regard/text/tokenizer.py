@@ -393,7 +393,8 @@ class ForeignTokenizer(Tokenizer):
         return self._spelling(index).decode("utf-8", "backslashreplace")
 
     def _spelling(self, index: int) -> bytes:
-        token, steps = self._tokens[index], self._steps
+        token = self._tokens[index]
+        steps = self._steps
         if "ByteLevel" in steps and all(letter in BYTE_OF for letter in token):
             return bytes(map(BYTE_OF.__getitem__, token))
         if "ByteFallback" in steps and token in BYTES:
@@ -475,7 +476,8 @@ def require_ids(ids: Iterable[Any], count: int = 0) -> None:
 def _recognise(library: Library) -> str:
     """The scheme that the settings of the library implement."""
     state: dict[str, Any] = json.loads(library.to_str())
-    cut, model = state["pre_tokenizer"] or {}, state["model"]["type"]
+    cut = state["pre_tokenizer"] or {}
+    model = state["model"]["type"]
     pattern = cut.get("pattern", {})
     if cut.get("type") == "ByteLevel" and model in ("BPE", "Unigram") and not cut["add_prefix_space"]:
         if model == "Unigram":
