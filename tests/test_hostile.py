@@ -214,7 +214,7 @@ def test_a_run_without_a_manifest_loads_and_can_get_one(run: Path) -> None:
         Run.load(run)
     assert call("info", run, "--accept").code == 0
     assert Run.load(run).config
-    assert "belongs to a run directory" in call("info", "bert-base", "--verify").err
+    assert "needs a run directory" in call("info", "bert-base", "--verify").err
 
 
 def test_a_killed_rewrite_leaves_a_valid_manifest(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
