@@ -73,7 +73,7 @@ def test_drawings(
     ("options", "message"),
     [
         ({"attention": "crss"}, "did you mean 'cross'"),
-        ({"head": 2}, "say which layer"),
+        ({"head": 2}, "needs --layer"),
         ({"layer": 9, "terminal": True}, "no cross attention in layer 9"),
         ({"layer": 1, "head": 9, "terminal": True}, "no head 9 in layer 1; it has 1, 2, 3, 4"),
     ],
