@@ -24,6 +24,7 @@ from regard.decode.engine import TorchEngine
 from regard.device import release_memory
 from regard.parallel.children import Work
 from regard.parallel.messages import Channel
+from regard.serve.pool import body_message, read_body
 
 RELEASE_SECONDS = 5.0  # between returns of freed memory: batches of different sizes fragment the heap
 WORKER_NICENESS = 10  # the event loop needs little time, and gets a core at once when it needs one
@@ -77,17 +78,22 @@ def answer_batches(answerer: Answerer, channel: Channel) -> None:
 
     While a batch is being answered, a message can only be its cancellation.
     """
+
+    def send(body: dict[str, Any]) -> None:
+        channel.send(*body_message(body))
+
     released = time.monotonic()
     with suppress(OSError):  # the server has closed the connection
         while message := channel.receive():
-            if "cancel" in message.header:  # the batch has been answered in the meantime
+            body = read_body(message)
+            if "cancel" in body:  # the batch has been answered in the meantime
                 continue
-            task = BatchTask(**message.header, cancelled=lambda: channel.readable)
+            task = BatchTask(**body, cancelled=lambda: channel.readable)
             try:
-                results: list[Result] | None = answerer.answer(task, channel.send)
+                results: list[Result] | None = answerer.answer(task, send)
             except Cancelled:
                 results = None
-            channel.send({"results": results})
+            send({"results": results})
             if time.monotonic() - released > RELEASE_SECONDS:
                 release_memory()
                 released = time.monotonic()
