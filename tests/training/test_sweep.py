@@ -167,7 +167,7 @@ def test_the_command_line_shows_the_table(make: Make, tmp_path: Path) -> None:
     assert f"best: {out}/dropout=" in result.err
     assert "did you mean 'dropout'?" in call(*order, "--sweep", "dropuot=1").err
     order = order[: order.index("--ray")]
-    assert "holds a sweep" in call(*order, "--resume").err
+    assert "contains a sweep; repeat" in call(*order, "--resume").err
     assert "belongs to --sweep" in call(*order, "--sweep-random", 3).err
     stdin = ("train", "--data", "-", "--out", tmp_path / "stdin", "--sweep", "seed=1,2", "--task", "lm")
     assert "stdin (-) can be read once" in call(*stdin, "--preset", "gpt-tiny").err
@@ -214,7 +214,7 @@ def test_without_a_cluster_that_was_not_asked_for_runs_are_trained_here(
     refused = call(*order, "--ray", "local")
     assert refused.code == 2 and "no cluster there: no shared memory" in refused.err and not out.exists()
     done = call(*order)
-    assert done.code == 0 and "one after the other, for Ray does not start: --ray local: no cluster" in done.err
+    assert done.code == 0 and "so runs are trained one after the other: --ray local: no cluster" in done.err
     assert states(out) == ["finished"] * 2 and json.loads((out / SWEEP).read_text())["ray"] is False
 
 
