@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -145,6 +145,7 @@ def test_inconsistent_configs(changes: dict[str, Any], expected: str) -> None:
     assert expected in message(Config, BOTH | changes)
 
 
+@settings(deadline=None)  # the first unknown key loads the synonyms
 @given(st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=5) | st.lists(st.integers())))
 def test_any_table_is_a_config_or_a_user_error(table: dict[str, Any]) -> None:
     for data in (table, BOTH | table, BOTH | {"encoder": table}, BOTH | {"ids": table}):
