@@ -1,4 +1,4 @@
-"""The examples for containers, systemd and Kubernetes pass their linters, and name options that exist."""
+"""The examples for containers, systemd and Kubernetes pass their linters, and their options exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server over HTTP: its answers are those of the library, whatever becomes of its processes."""
+"""The server over HTTP: its answers equal those of the library, even if its processes end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +64,7 @@ def test_generate_answers_as_the_library_does(client, runs, options):
 
 
 def same(one, other) -> bool:
-    """Whether two answers are equal; numbers may differ by what another batch changes in their last digits."""
+    """Whether two answers are equal, except for rounding errors that depend on the batch."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -238,6 +240,23 @@ def test_processes_end_with_the_server_and_leave_nothing_behind(runs):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() - began < 10
 
 
+def test_processes_end_with_a_server_that_is_killed(runs):
+    command = [sys.executable, "-m", "regard", "serve", str(runs["toy"]), "--port", "0", "--workers", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        while not server.stderr.readline().startswith("serving"):
+            assert server.poll() is None
+        (template,) = children(server.pid)
+        pids = [template, *children(template)]
+        assert len(pids) == 3
+        server.kill()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
 def test_reload_takes_the_new_weights_and_drops_no_request(runs, tmp_path):
     path = tmp_path / "run"
     letters().save(path)
@@ -290,7 +309,7 @@ def wait_for(condition, seconds: float = 15) -> None:
 
 
 def test_a_client_object_exists_for_every_route(client: Client):
-    """The description of the API names every route, and is valid."""
+    """The API description names every route, and its references exist."""
     api = client.get("/openapi.json").json
     assert {route.path for route in client.server.routes} == set(api["paths"])
     text = json.dumps(api)

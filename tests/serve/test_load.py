@@ -1,4 +1,4 @@
-"""The proofs of bench/serve.py in short: overload, a soak, SIGTERM under load, stalled clients, hostile requests."""
+"""Short runs of bench/serve.py: overload, soak, SIGTERM under load, stalled clients, invalid requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bench(tmp_path_factory):
 def test_more_than_the_server_can_answer_is_refused_and_nothing_else_happens(bench):
     found = bench("overload", "--seconds", 4, "--clients", 200, "--times", 10, "--queue", 600, "--beam", 4)
     assert set(found["statuses"]) == {"200", "429"} and found["times_capacity"] > 1, found
-    assert found["refused"]["p50_ms"] < found["capacity"]["p50_ms"]  # a refusal takes no turn
+    assert found["refused"]["p50_ms"] < found["capacity"]["p50_ms"]  # a refusal does not wait in the queue
 
 
 def test_contenders_take_turns_and_ratios_are_those_of_a_round(bench):

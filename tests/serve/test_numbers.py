@@ -1,4 +1,4 @@
-"""Every number of every body, out of range: refused at once. The fields come from the schemas of the bodies."""
+"""Numbers out of range are refused at once, in every field of every body. The fields come from the schemas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from regard.serve.endpoints import routes
 from regard.serve.handlers import Handlers
 
 OUTSIDE = ("-1", "1" + "0" * 40, "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "1" * 5000)
-PLACE = "@"  # where the number goes
+PLACEHOLDER = "@"  # replaced by the number
 VALID: dict[str, dict[str, Any]] = {
     "/v1/generate": {"run": "toy", "inputs": "a"},
     "/translate": {"q": "a"},
@@ -34,11 +34,11 @@ def client(tmp_path_factory):
 
 
 def places(schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[Any]:
-    """Values that fit a schema, each with one number left open."""
+    """Values that fit a schema, each with a placeholder for one number."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].rpartition("/")[2]]
     if schema.get("type") in ("integer", "number"):
-        yield PLACE
+        yield PLACEHOLDER
     for each in schema.get("anyOf", ()):
         yield from places(each, definitions)
     if isinstance(schema.get("items"), dict):
@@ -52,11 +52,11 @@ def places(schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[Any]
 
 
 def bodies() -> Iterator[Any]:
-    """A path and a body for every number that a client can send."""
+    """A path and a body for every number in a request."""
     for route in routes(Handlers.__new__(Handlers)):
         schema = route.body.model_json_schema() if route.body else {}
         for value in places(schema, schema.get("$defs", {})):
-            body = VALID[route.path] | {key: x for key, x in value.items() if PLACE in json.dumps(x)}
+            body = VALID[route.path] | {key: x for key, x in value.items() if PLACEHOLDER in json.dumps(x)}
             yield pytest.param(route.path, body, id=f"{route.path} {json.dumps(value)}")
 
 
@@ -64,10 +64,10 @@ def bodies() -> Iterator[Any]:
 def test_a_number_out_of_range_is_refused_at_once(client, path, body):
     for number in OUTSIDE:
         began = time.monotonic()
-        reply = client.post(path, json.dumps(body).replace(f'"{PLACE}"', number).encode())
+        reply = client.post(path, json.dumps(body).replace(f'"{PLACEHOLDER}"', number).encode())
         assert 400 <= reply.status < 500, (number, reply.body)
-        assert time.monotonic() - began < 20  # computing what such numbers ask for takes hours
-    assert client.post(path, json.dumps(body).replace(f'"{PLACE}"', "0").encode()).status in (200, 404, 422)
+        assert time.monotonic() - began < 20  # an accepted request with such a number would take hours
+    assert client.post(path, json.dumps(body).replace(f'"{PLACEHOLDER}"', "0").encode()).status in (200, 404, 422)
 
 
 def test_the_fields_are_found():
@@ -81,5 +81,5 @@ def test_a_zero_is_refused_where_it_has_no_meaning(kind):
     schema = kind.model_json_schema()["properties"]
     for name in {"beam", "nbest", "max_length", "temperature", "top_p", "max_tokens", "n"} & schema.keys():
         least = [each for each in (schema[name], *schema[name].get("anyOf", ())) if "type" in each]
-        allowed = kind is CompletionBody and name == "temperature"  # OpenAI's way to ask for greedy search
+        allowed = kind is CompletionBody and name == "temperature"  # greedy search, in the form of OpenAI
         assert any(x.get("minimum", 0) >= 1 or x.get("exclusiveMinimum") == 0 for x in least) != allowed, name

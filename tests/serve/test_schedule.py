@@ -1,4 +1,4 @@
-"""The queue: every input goes to a worker once, in batches that may be shared, and nobody waits for ever."""
+"""The queue: every input goes to a worker once, requests share batches, and no request starves."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_input_is_taken_once_and_batches_have_one_group(rows, short, large
     assert sorted(taken) == sorted((id(j), i) for j in given_jobs for i in range(len(j.inputs)))
     assert all(j.group == batch.group for batch in batches for j, _ in batch.entries)
     assert queue.cost == 0 and len(queue) == 0 and all(j.remaining == 0 for j in given_jobs)
-    for batch in batches:  # padded to the longest, a batch of several stays within what one of its kind may cost
+    for batch in batches:  # the padded cost of a batch of several inputs is limited
         costs = [j.costs[i] for j, i in batch.entries]
         assert len(costs) == 1 or max(costs) * len(costs) <= (largest if len(costs) <= MIN_SHARED else 512)
         if short:
@@ -75,15 +75,15 @@ def test_a_worker_is_kept_for_small_requests_while_they_come():
     queue.add(small := job(10, group=OTHER), 5.0)
     assert [j for j, _ in queue.take(5.0, free=1).entries] == [small]
     assert queue.take(5.5, free=1) is None
-    assert len(queue.take(5.5, free=2).entries) > SHORT_BATCH  # another worker goes on with the large one
-    assert len(queue.take(5.5, free=1, workers=1).entries) == SHORT_BATCH  # and so does the only one
+    assert len(queue.take(5.5, free=2).entries) > SHORT_BATCH  # another worker continues with the large request
+    assert len(queue.take(5.5, free=1, workers=1).entries) == SHORT_BATCH  # so does a single worker
     assert len(queue.take(5.0 + RESERVE_SECONDS, free=1).entries) == SHORT_BATCH
 
 
 def test_the_oldest_request_is_not_forgotten_while_others_keep_coming():
     queue, large = Queue(10**9, 10**6), job(*[100] * 50)
     queue.add(large, 0.0)
-    queue.take()  # from now on it got more than any new one
+    queue.take()  # from now on it has been served more than any new request
     for i in range(1000):
         queue.add(job(1, group=OTHER), 1.0 + i)
         queue.take()
