@@ -1,4 +1,4 @@
-"""A written model computes what our model computes, and settings that CTranslate2 does not have are refused."""
+"""A written model computes the same as our model; settings that CTranslate2 does not support are refused."""
 
 from __future__ import annotations
 

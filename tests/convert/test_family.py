@@ -1,4 +1,4 @@
-"""Config tables: both directions are inverse, and every key that changes what a model computes is read or refused."""
+"""Config tables: the directions are inverse, and every key that affects the outputs is read or refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IDLE_LENGTH = {"max_length": 1024}  # the default, of families without a limit
 
 
 class Draw:
-    """Draws the fields that the config table of a family sets."""
+    """Draws values of the fields that the config table of a family sets."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.of = data.draw
@@ -128,7 +128,7 @@ PRESETS = {
 
 
 def read_again(family: Family, config: Config) -> Config:
-    """Our config, written as theirs, stored as JSON, and read again."""
+    """Our config, written as theirs, saved as JSON, and read again."""
     data = json.loads(json.dumps(family.write(config)))
     table = family.weights(config, Fields(data, "here"))
     names = {name for rule in expand(table, weights_of(on_meta(config))) for name in rule.theirs}
@@ -172,7 +172,7 @@ MADE = {"bert": "bert-classes", "llama": "llama-3"}
 
 
 class Recorded(dict):
-    """A config.json that knows which of its keys were read."""
+    """A config.json that records which keys were read."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         super().__init__(data)

@@ -1,4 +1,4 @@
-"""What generation needs is carried both ways: ids that are never produced, the end, the limit, the chat template."""
+"""Generation settings are converted both ways: suppressed ids, end token, length limit, chat template."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def converted(name: str, tmp_path: Path, **settings: Any) -> tuple[regard.api.LoadedRun, list[str]]:
-    """A run made of a directory with this generation_config.json, and the notes."""
+    """A run converted from a directory with this generation_config.json, and the notes."""
     make(name, tmp_path / "hf")
     path, notes = tmp_path / "hf" / "generation_config.json", []
     there = json.loads(path.read_text()) if path.is_file() else {}
@@ -85,7 +85,7 @@ def test_ids_outside_of_the_vocabulary_are_none(beyond, tmp_path):
 
 @pytest.mark.parametrize("name", ["marian", "t5", "gpt2"])
 def test_ids_that_generation_config_leaves_out_are_those_of_config(name, tmp_path):
-    """Although transformers itself then knows no start, or no end."""
+    """Although transformers then has no start token, or no end token."""
     make(name, tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").write_text('{"transformers_version": "5.0.0"}')
     assert from_hf(tmp_path / "hf", tmp_path / "run", 6, quiet).proof.outputs == 6
@@ -95,7 +95,7 @@ def test_ids_that_generation_config_leaves_out_are_those_of_config(name, tmp_pat
 
 
 def test_words_of_several_tokens_do_not_stop_the_conversion(tmp_path):
-    """Transformers would avoid them, and a run does not."""
+    """transformers would suppress them, a run does not."""
     run, _ = converted("marian", tmp_path)
     ids = [hypotheses[0].ids for hypotheses in run.generate([f"{i} {i + 1} 9" for i in range(8, 30)])]
     words = [list(pair) for row in ids for pair in pairwise(row[:-1])]

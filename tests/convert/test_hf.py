@@ -1,4 +1,4 @@
-"""Every family comes in with equal outputs, is written with equal weights, and what does not fit is an error."""
+"""Every family is read with equal outputs and written with equal weights; everything unsupported is an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory):
-    """Gives the directory and the model of a family, made once."""
+    """The directory and the model of a family, created once."""
     root, made = tmp_path_factory.mktemp("hub"), {}
 
     def get(name: str):
@@ -67,7 +67,7 @@ def test_read_and_written_again(name, hub, tmp_path):
 
 
 def task_of(name: str) -> str:
-    """What a converted model is for; one that gives vectors counts as a masked LM without its head."""
+    """The task of a converted model; a model for vectors is a masked LM without its head."""
     tasks = {"bert-classes": "classify", "bert-vectors": "masked", "bert-masked": "masked", "vit": "image"}
     return tasks.get(name, "pairs" if name.startswith(("marian", "t5")) else "lm")
 
@@ -92,7 +92,7 @@ def test_every_preset_is_written_or_refused_with_a_reason(name, tmp_path):
 
 
 def why_not(config: Config) -> str | None:
-    """What transformers has no model for."""
+    """Configs without a model in transformers."""
     stack = config.decoder or config.encoder
     if stack.recurrent:
         return f"mixer={stack.mixer}"

@@ -1,4 +1,4 @@
-"""Hugging Face directories that were damaged, changed or made by an attacker."""
+"""Damaged, modified or malicious Hugging Face directories."""
 
 from __future__ import annotations
 

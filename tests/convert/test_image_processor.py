@@ -1,4 +1,4 @@
-"""Pixels are normalised as the image processor of a directory normalises them."""
+"""Pixels are normalised like the image processor of a directory does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = shrunk("vit-base")
 
 
 def prepared(image: np.ndarray, settings: dict) -> np.ndarray:
-    """What an image processor does, in its own order."""
+    """The steps of an image processor, in its order."""
     x = image * settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else image
     if not settings.get("do_normalize", True):
         return x

@@ -1,4 +1,4 @@
-"""The proof notices every setting of a config that changes what a model computes, and every difference in outputs."""
+"""The proof detects every config setting that affects the outputs, and every difference in outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OTHERS: dict[str, list[Any]] = {"kept_heads": [[[0], [0]]], "kept_cross_heads": 
 
 
 def leaves(value: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Every field of a config and of its tables: path, value, annotation."""
+    """Every field of a config and its tables: path, value, annotation."""
     for name, info in type(value).model_fields.items():
         inner = getattr(value, name)
         if isinstance(inner, BaseModel):
@@ -68,7 +68,7 @@ def other_values(name: str, value: Any, annotation: Any, length: int) -> list[An
 
 
 def variants(config: Config, length: int) -> Iterator[tuple[str, Config]]:
-    """The config with each of its fields changed alone, where that is allowed and says that it has an effect."""
+    """Variants of the config with one field changed, if the change is valid and has an effect."""
     fields = effective_fields(config)
     for path, value, annotation in leaves(config):
         for other in other_values(path[-1], value, annotation, length):
@@ -84,7 +84,7 @@ def variants(config: Config, length: int) -> Iterator[tuple[str, Config]]:
 
 
 def without_effect(setting: str, config: Config) -> bool:
-    """Fields of a part that a model does not have, or that only greedy outputs show, or only hashed inputs."""
+    """Whether a field belongs to a missing part, or affects only greedy outputs or hashed inputs."""
     unused = ["encoder.cross", "encoder.kept_cross", "start=", "ids."]
     if len(config.stacks) == 1:
         unused += ["decoder.cross", "decoder.kept_cross"]
@@ -129,7 +129,7 @@ def test_every_field_is_noticed(name, tmp_path, monkeypatch):
 
 
 def outputs_with(probe: Model, config: Config, batches: Any) -> list[torch.Tensor]:
-    """The outputs of a model of another config with the same weights."""
+    """The outputs of a model with another config and the same weights."""
     model = allocate(on_meta(config)).eval()
     with torch.no_grad():
         for name, x in weights_of(model).items():

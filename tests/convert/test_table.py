@@ -1,4 +1,4 @@
-"""Weight tables: both directions are inverse, and a name that is not used is an error."""
+"""Weight tables: the directions are inverse, and an unused name is an error."""
 
 from __future__ import annotations
 

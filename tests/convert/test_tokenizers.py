@@ -1,4 +1,4 @@
-"""Tokenizers from elsewhere give the ids and texts that their own libraries give, but for specials that users type."""
+"""Foreign tokenizers give the same ids and texts as their libraries, except for typed special tokens."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def two_sides(path: Path) -> None:
 
 
 def make(kind: str, path: Path) -> dict[str, Any]:
-    """Write the files of a family as they are found in the wild, and return what its config.json says."""
+    """Write the files of a family in their usual form -> the contents of config.json."""
     path.mkdir(parents=True)
     tokenizer_config: dict[str, Any] = {}
     if kind == "bert":
@@ -163,7 +163,7 @@ FORMS = {"t5": ("spiece.model", False), "llama": ("tokenizer.model", True)}
 
 
 class Made:
-    """A directory, and what we read from it."""
+    """A directory, and the tokenizers read from it."""
 
     def __init__(self, kind: str, path: Path) -> None:
         self.kind, self.path = kind, path / kind

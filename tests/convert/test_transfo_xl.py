@@ -1,4 +1,4 @@
-"""Transformer-XL against recorded outputs of the last transformers that had it (fixtures/make_transfo_xl.py)."""
+"""Transformer-XL, compared with recorded outputs of the last transformers with it (fixtures/make_transfo_xl.py)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settings(path: Path) -> dict:
 
 @torch.no_grad()
 def log_probabilities(model: Model, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each next token, in segments that remember the ones before."""
+    """The log-probability of each next token, in segments with a memory of earlier ones."""
     carried, outputs = None, []
     for tokens_BT in tokens:
         x_BTD, carried = model.read_segment(tokens_BT, carried)
@@ -79,7 +79,7 @@ def test_the_report_says_that_nothing_was_proven(tmp_path):
 
 
 def test_ours_is_written_and_read_again(tmp_path):
-    """A prediction without a bias becomes one with a bias of zero, which says the same."""
+    """An LM head without a bias is written with a bias of zero, which is equivalent."""
     config = shrunk("xl-tiny", changes={"decoder": {"reach": 5}})
     run = Run(config, Codec(Tokenizer.train("char", ["abcdefg"]), frame="none"), build(config), tmp_path / "xl")
     to_hf(run, tmp_path / "hf", 1, quiet)

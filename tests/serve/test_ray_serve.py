@@ -1,4 +1,4 @@
-"""Replicas of Ray Serve answer as the server does."""
+"""Replicas of Ray Serve give the same answers as the server."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_arguments_are_checked_before_anything_starts(
 
 
 class FakeServe(ModuleType):
-    """What `app` uses of ray.serve; keeps what it is given."""
+    """The parts of ray.serve that `app` uses; records its arguments."""
 
     def __init__(self) -> None:
         super().__init__("ray.serve")
@@ -223,7 +223,7 @@ ray.shutdown()
 
 
 def close(ours: Any, theirs: Any) -> bool:
-    """Whether two answers are equal, numbers but for the last digits, which depend on what shares a batch."""
+    """Whether two answers are equal, except for rounding errors that depend on the batch."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return ours.keys() == theirs.keys() and all(close(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, list) and isinstance(theirs, list):

@@ -410,7 +410,8 @@ def _tied(model: Model, row: list[int], ours: list[int], theirs: list[int], tole
 def _quiet(transformers: Any) -> Iterator[None]:
     """Silence logs, warnings and progress bars of transformers."""
     logging = transformers.utils.logging
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    bar = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

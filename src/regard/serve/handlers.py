@@ -123,7 +123,8 @@ class Handlers:
     async def generate(self, body: GenerateBody) -> Reply:
         """Decode."""
         run = self.find_run(body.run, "generate")
-        items, options = body.items(), body.options()
+        items = body.items()
+        options = body.options()
         chosen = options.model_dump(mode="json", exclude_defaults=True)
         if not body.stream:
             rows = max(options.rows, options.nbest, options.alternatives, TRACE_COST if body.attention else 1)

@@ -157,7 +157,8 @@ def named_runs(runs: list[str]) -> dict[str, str]:
     for text in runs:
         name, equals, path = text.partition("=")
         if not equals or os.path.isdir(text):
-            name, path = Path(text).resolve().name, text
+            name = Path(text).resolve().name
+            path = text
         if not re.fullmatch(r"[\w.+-]+", name) or len(name) > MAX_NAME:
             raise UserError(
                 f"{text}: the name of a run may have letters, digits and . + - _; give it as NAME=DIRECTORY"
