@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.convert.table import (
@@ -51,6 +51,7 @@ def parameters(seed: int) -> dict[str, torch.Tensor]:
 
 
 @given(st.integers(0, 10**6))
+@settings(deadline=None)
 def test_export_and_import_are_inverse(seed):
     ours = parameters(seed)
     theirs = export_weights(ours, TABLE)
