@@ -16,11 +16,6 @@ import torch
 from regard.errors import UserError
 from regard.suggest import closest
 
-# Constants of glibc's malloc.h
-M_TRIM_THRESHOLD = -1
-M_TOP_PAD = -2
-M_MMAP_THRESHOLD = -3
-
 
 def tune_allocator() -> bool:
     """Make glibc keep freed memory instead of returning it to the system at every step; False on another libc.
@@ -31,11 +26,10 @@ def tune_allocator() -> bool:
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
-        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018  another libc has no such symbol
     except (OSError, AttributeError):
         return False
-    settings = ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 1 << 30), (M_TOP_PAD, 64 << 20))
-    return all(mallopt(name, value) == 1 for name, value in settings)
+    settings = {-3: 32 << 20, -1: 1 << 30, -2: 64 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h
+    return all(mallopt(name, value) == 1 for name, value in settings.items())
 
 
 def release_memory() -> None:
@@ -65,7 +59,7 @@ def choose_device(request: str, local_rank: int = 0) -> torch.device:
 
 # Prints the time of the matrix products of a linear layer, forward and backward, in bfloat16 relative to fp32.
 _PROBE = """
-import time, torch
+import timeit, torch
 from torch.nn import functional as F
 torch.set_num_threads(1)
 x, weight = torch.randn(512, 256), torch.randn(1024, 256)
@@ -76,14 +70,7 @@ def bf16():
     a, b = x.bfloat16(), weight.bfloat16()
     y = F.linear(a, b).float().bfloat16()
     (y @ b).float(), (y.T @ a).float()
-def clock(work):
-    best = 99.0
-    for _ in range(20):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best
-print(clock(bf16) / clock(fp32))
+print(min(timeit.repeat(bf16, number=1, repeat=20)) / min(timeit.repeat(fp32, number=1, repeat=20)))
 """
 
 

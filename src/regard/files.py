@@ -29,12 +29,10 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # errors of a file syste
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Replace a file: `write` fills a temporary file, which is synced and renamed to `path`."""
-    temporary = _temporary(path)
-    with _writing(path, temporary):
+    with _replacing(path) as temporary:
         write(temporary)
         sync(temporary)
         os.replace(temporary, path)
-    _sync_rename(path.parent)
 
 
 def replace_directory(path: Path, write: Callable[[Path], object], temporary: Path | None = None) -> None:
@@ -42,39 +40,31 @@ def replace_directory(path: Path, write: Callable[[Path], object], temporary: Pa
 
     The temporary directory has a unique name by default. With a fixed name, remains of a killed process are removed.
     """
-    temporary = temporary or _temporary(path)
-    old = temporary.with_name(temporary.name + ".old")
-    with _writing(path, temporary):
+    with _replacing(path, temporary) as temporary:
+        old = temporary.with_name(temporary.name + ".old")
         for remains in (temporary, old):
             shutil.rmtree(remains, ignore_errors=True)
         temporary.mkdir(parents=True)
         write(temporary)
-        for file in temporary.rglob("*"):
+        for file in (*temporary.rglob("*"), temporary):
             sync(file)
-        sync(temporary)
-        moved = path.exists()
-        if moved:
+        if path.exists():
             os.rename(path, old)
         try:
             os.rename(temporary, path)
         except BaseException:
-            if moved:
+            if old.exists():
                 os.rename(old, path)
             raise
     shutil.rmtree(old, ignore_errors=True)
-    _sync_rename(path.parent)
-
-
-def _temporary(path: Path) -> Path:
-    """A unique name in the directory of `path`."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 @contextmanager
-def _writing(path: Path, temporary: Path) -> Iterator[None]:
-    """Remove `temporary` after a failure, and raise a UserError for a failed write."""
+def _replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """A temporary path that the context renames to `path`. Removed after a failure; a failed write is a UserError."""
+    temporary = temporary or path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        yield
+        yield temporary
     except BaseException as error:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -85,6 +75,8 @@ def _writing(path: Path, temporary: Path) -> Iterator[None]:
             raise
         message = f"{path}: cannot write: {error.strerror or error}; the previous content is unchanged"
         raise UserError(message) from error
+    with suppress(OSError):  # the new file is already in place, and some file systems cannot sync a directory
+        sync(path.parent)
 
 
 class LockHeld(UserError):
@@ -104,12 +96,10 @@ def hold_lock(path: Path, name: str) -> Iterator[bool]:
     try:
         yield supported
     finally:
-        try:
-            with suppress(OSError):
-                if os.path.samestat(os.stat(path), os.fstat(handle)):
-                    os.unlink(path)  # before the release: a process that has opened this file opens the new one instead
-        finally:
-            os.close(handle)
+        with suppress(OSError):
+            if os.path.samestat(os.stat(path), os.fstat(handle)):
+                os.unlink(path)  # before the release: a process that has opened this file opens the new one instead
+        os.close(handle)
 
 
 def _lock(path: Path, name: str) -> tuple[int, bool]:
@@ -119,7 +109,8 @@ def _lock(path: Path, name: str) -> tuple[int, bool]:
         try:
             locked = _try_lock(handle)
             if locked is None:
-                raise LockHeld(f"{name}: {_holder(handle)} is writing here; wait until it ends, or stop it")
+                holder = os.pread(handle, 200, 0).decode("utf-8", "replace").strip() or "another process"
+                raise LockHeld(f"{name}: {holder} is writing here; wait until it ends, or stop it")
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(path), os.fstat(handle)):
                     os.ftruncate(handle, 0)
@@ -147,22 +138,12 @@ def _try_lock(handle: int) -> bool | None:
     return True
 
 
-def _holder(handle: int) -> str:
-    return os.pread(handle, 200, 0).decode("utf-8", "replace").strip() or "another process"
-
-
 def remove(path: Path) -> None:
     """Remove a file if it exists."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path}: cannot remove: {error.strerror or error}") from None
-
-
-def _sync_rename(directory: Path) -> None:
-    """Sync a rename. Errors are ignored, because the new file is already in place."""
-    with suppress(OSError):
-        sync(directory)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -189,9 +170,9 @@ def json_object(text: str) -> dict[str, Any]:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         data = dict(pairs)
-        for key in data if len(data) < len(pairs) else ():
-            if sum(name == key for name, _ in pairs) > 1:
-                raise UserError(f"{key}: occurs twice")
+        if len(data) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise UserError(f"{next(name for name in data if names.count(name) > 1)}: occurs twice")
         return data
 
     try:

@@ -5,7 +5,7 @@ The meta device computes nothing, but every tensor has a size and is freed with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -25,8 +25,6 @@ from regard.nn.transformer import Transformer
 from regard.tasks import infer_task
 
 BYTES = 4  # of a number in fp32
-
-Storages = set[StorageWeakRef]
 
 
 def prediction_size(model: Model) -> int:
@@ -70,11 +68,8 @@ def _round_to_bf16(model: Model) -> None:
     for module in model.modules():
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
             module.float()
-            module.forward = partial(_run_in_fp32, module.forward)  # type: ignore[method-assign]
-
-
-def _run_in_fp32(forward: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
-    return forward(x_D.float()).bfloat16()
+            module.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+            module.register_forward_hook(lambda _, inputs, output: output.bfloat16())
 
 
 def _saved_for_backward(model: Model, ids: Tensor, recompute: bool) -> tuple[int, Tensor]:
@@ -127,7 +122,7 @@ def _peak(model: Model, ids: Tensor) -> tuple[int, Tensor]:
     return tracker.peak(without=_storages(model.parameters()) | _storages(gradients)), x_BTD
 
 
-def _storages(tensors: Any) -> Storages:
+def _storages(tensors: Iterable[Tensor]) -> set[StorageWeakRef]:
     return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
 
 
@@ -152,7 +147,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._held.setdefault(StorageWeakRef(memory), (self._now, memory.nbytes()))
         return results
 
-    def peak(self, without: Storages) -> int:
+    def peak(self, without: set[StorageWeakRef]) -> int:
         """The peak memory in bytes, `without` some tensors."""
         still = [(storage, start, self._now + 1, size) for storage, (start, size) in self._held.items()]
         changes = [0] * (self._now + 2)
@@ -171,9 +166,7 @@ def _run_fused(forward: Callable[..., Tensor], *args: Any) -> Tensor:
 class _FusedAttention(TorchFunctionMode):
     """Selects the fused attention of a CPU; by default, the meta device stores the attention weights."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         mask = options.get("attn_mask")
         if func is not F.scaled_dot_product_attention or (mask is not None and mask.requires_grad):
@@ -182,5 +175,5 @@ class _FusedAttention(TorchFunctionMode):
         groups = q_BHTE.shape[1] // k_BGSE.shape[1]
         k_BHSE, v_BHSE = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k_BGSE, v_BGSE))
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        rest = {name: options.get(name) for name in ("attn_mask", "scale")}
-        return fused(q_BHTE, k_BHSE, v_BHSE, 0.0, options.get("is_causal", False), **rest)[0]
+        causal = options.get("is_causal", False)
+        return fused(q_BHTE, k_BHSE, v_BHSE, 0.0, causal, attn_mask=mask, scale=options.get("scale"))[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from regard.nn.attention import Attention
 from regard.tasks import infer_task
 
 ADAM_BYTES = 16  # a weight, its gradient and two moments
+_MEMORY = ("training", "decoding", "weights", "optimizer", "activations", "cache", "cache_per_token")
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,15 @@ class Info:
 
     def subtotals(self) -> dict[str, int]:
         """Sums over parts with a common prefix; q, k and v of an attention are summed as `.query_key_value`."""
-        sums: dict[str, int] = {}
+        sums: Counter[str] = Counter()
         for part, count in self.parameters.items():
             *groups, leaf = part.split(".")
             prefixes = [".".join(groups[: i + 1]) for i in range(len(groups))]
             if leaf in ("query", "query_key", "key", "value"):
                 prefixes.append(".".join((*groups, "query_key_value")))
             for prefix in prefixes:
-                sums[prefix] = sums.get(prefix, 0) + count
-        return sums
+                sums[prefix] += count
+        return dict(sums)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -81,15 +83,7 @@ class Info:
                 "per_target_token": self.target_flops,
                 "training_per_token": 3 * self.flops_per_token,
             },
-            "memory": {
-                "training": self.training,
-                "decoding": self.decoding,
-                "weights": self.weights,
-                "optimizer": self.optimizer,
-                "activations": self.activations,
-                "cache": self.cache,
-                "cache_per_token": self.cache_per_token,
-            },
+            "memory": {name: getattr(self, name) for name in _MEMORY},
             "load": asdict(self.workload),
         }
 
@@ -119,8 +113,6 @@ def describe(config: Config, workload: Workload | None = None) -> Info:
     )
 
 
-# Parameters
-
 _ORDER = (
     "embedding", "shared_embedding", "source_embedding", "target_embedding", "token_type_embedding", "image",
     "encoder", "decoder", "pooler", "transform", "prediction", "positions",
@@ -133,24 +125,20 @@ _LEAVES = {"feed_forward": "feed_forward", "position": "positions", "bridges": "
 
 def count_parameters(model: Model) -> dict[str, int]:
     """Parameters by part; shared tensors count once. `prediction` is 0 if it is tied to the embedding."""
-    parts = {} if model.output is None else {"prediction": 0}
-
-    def add(part: str, count: int) -> None:
-        parts[part] = parts.get(part, 0) + count
-
+    parts = Counter() if model.output is None else Counter({"prediction": 0})
     for name, tensor in model.named_parameters(remove_duplicate=True):
         part = part_of(name)
         if part.endswith(".key_value"):  # one matrix: the rows of the keys, then the rows of the values
             attention = model.get_submodule(name.partition(".key_value")[0])
             assert isinstance(attention, Attention)
             keys = tensor[: attention.kv_heads * attention.head_width].numel()
-            add(part.replace("key_value", "key"), keys)
-            add(part.replace("key_value", "value"), tensor.numel() - keys)
+            parts[part.replace("key_value", "key")] += keys
+            parts[part.replace("key_value", "value")] += tensor.numel() - keys
         elif part in ("source_embedding", "target_embedding"):
             sided = part if len(model.config.stacks) == 2 else "embedding"
-            add("shared_embedding" if model.config.share_embeddings else sided, tensor.numel())
+            parts["shared_embedding" if model.config.share_embeddings else sided] += tensor.numel()
         else:
-            add(part, tensor.numel())
+            parts[part] += tensor.numel()
     return dict(sorted(parts.items(), key=lambda item: [_ORDER.index(step) for step in item[0].split(".")]))
 
 
@@ -168,15 +156,8 @@ def part_of(name: str) -> str:
     return next((f"{stack}.{part}" for step, part in _LEAVES.items() if step in path), f"{stack}.recurrent")
 
 
-# FLOPs
-
-_ADDED = (
-    ".v",
-    "score.bias",
-    "log_temperature",
-    "relative.content",
-    "relative.place",
-)  # added to scores, not multiplied
+# Weights that are added to scores, not multiplied
+_ADDED = (".v", "score.bias", "log_temperature", "relative.content", "relative.place")
 
 
 def count_flops(model: Model, length: int) -> tuple[int, int]:
@@ -199,9 +180,8 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
             flops_of["decoder"] += flops * (1 - share)
     for name, attention in model.attentions().items():
         compared = keys if isinstance(attention, Attention) else min(keys, attention.compared_keys)
-        relative = (
-            isinstance(attention, Attention) and attention.relative is not None
-        )  # distances have scores of their own
+        # With relative positions, distances have scores of their own.
+        relative = isinstance(attention, Attention) and attention.relative is not None
         per_key = attention.heads * (attention.head_width * (2 if relative else 1) + attention.value_width)
         flops_of[name.partition(".")[0]] += 2 * compared * per_key
     prediction = 2 * prediction_size(model) // (length if model.classifies else 1)
@@ -216,9 +196,6 @@ def _source_share(config: Config, name: str) -> float:
     if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
         return 1.0
     return 0.5 if config.top.score == "concat" and name.endswith(".cross.score.weight") else 0.0
-
-
-# Memory of decoding
 
 
 def cache_bytes(model: Model) -> tuple[int, int]:
@@ -236,20 +213,19 @@ def cache_bytes(model: Model) -> tuple[int, int]:
     return per_source, per_target
 
 
-# Time, and readable numbers
-
-
 def measure_rate(width: int, seconds: float = 0.2) -> float:
     """FLOPs per second of this CPU in the matrix products of a model of this width."""
     width = min(width, 2048)
     x = torch.ones(512, width)
     weight = torch.ones(width, 4 * width)
     best = float("inf")
-    end = time.perf_counter() + seconds
-    while best == float("inf") or time.perf_counter() < end:
-        began = time.perf_counter()
+    now = time.perf_counter()
+    end = now + seconds
+    while now < end:
+        began = now
         torch.mm(x, weight)
-        best = min(best, time.perf_counter() - began)
+        now = time.perf_counter()
+        best = min(best, now - began)
     return 2 * 512 * width * 4 * width / best
 
 

@@ -7,7 +7,6 @@ all other weights as one more unit, which stays gathered from the forward to the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
@@ -70,11 +69,6 @@ class Communication:
     reduce_scatter: int = 0
     exposed: int = 0  # the part that does not overlap with computation; an all-reduce counts twice
 
-    def sent(self, ranks: int, exposed: bool = False) -> float:
-        """Bytes that a process sends (and receives) in a step, by the ring algorithm."""
-        size = self.exposed if exposed else 2 * self.all_reduce + self.all_gather + self.reduce_scatter
-        return (ranks - 1) / ranks * size
-
 
 @dataclass(frozen=True)
 class Scaling:
@@ -92,8 +86,9 @@ class Scaling:
 
     @property
     def sent(self) -> float:
-        """Bytes that a process sends in a step."""
-        return self.communication.sent(self.ranks)
+        """Bytes that a process sends (and receives) in a step, by the ring algorithm."""
+        sizes = self.communication
+        return (self.ranks - 1) / self.ranks * (2 * sizes.all_reduce + sizes.all_gather + sizes.reduce_scatter)
 
     @property
     def compute_seconds(self) -> float:
@@ -106,7 +101,7 @@ class Scaling:
         sending = self.sent / self.hardware.bandwidth
         if not overlap:
             return self.compute_seconds + sending
-        exposed = self.communication.sent(self.ranks, exposed=True) / self.hardware.bandwidth
+        exposed = (self.ranks - 1) / self.ranks * self.communication.exposed / self.hardware.bandwidth
         overlapping = self.overlapping * self.compute_seconds
         return self.compute_seconds - overlapping + max(overlapping, sending - exposed) + exposed
 
@@ -118,23 +113,19 @@ class Scaling:
         settings = {name: getattr(self.train, name) for name in ("strategy", "precision", "recompute", "offload")}
         memory = {**asdict(self.memory), "step": self.memory.step, "start": self.start, "validation": self.validation}
         collectives = {name: size for name, size in asdict(self.communication).items() if name != "exposed"}
-        numbers: dict[str, Any] = {
-            "ranks": self.ranks,
-            **settings,
-            "memory": memory,
-            "communication": {**collectives, "sent": self.sent},
-            "flops": self.flops,
+        communication = {**collectives, "sent": self.sent}
+        numbers = {"ranks": self.ranks, **settings, "memory": memory, "communication": communication}
+        if self.hardware is None:
+            return {**numbers, "flops": self.flops}
+        time = {
+            **asdict(self.hardware),
+            "compute": self.compute_seconds,
+            "step": self.seconds(),
+            "step_without_overlap": self.seconds(overlap=False),
+            "efficiency": self.efficiency(),
+            "efficiency_without_overlap": self.efficiency(overlap=False),
         }
-        if self.hardware is not None:
-            numbers["time"] = {
-                **asdict(self.hardware),
-                "compute": self.compute_seconds,
-                "step": self.seconds(),
-                "step_without_overlap": self.seconds(overlap=False),
-                "efficiency": self.efficiency(),
-                "efficiency_without_overlap": self.efficiency(overlap=False),
-            }
-        return numbers
+        return {**numbers, "flops": self.flops, "time": time}
 
 
 @dataclass(frozen=True)
@@ -159,18 +150,10 @@ def sharding_units(model: Model) -> tuple[Unit, list[Unit]]:
     A layer is gathered in the forward and in the backward pass; a layer with cross-attention is gathered twice more,
     because the keys of the source are computed separately.
     """
-    units: list[Unit] = []
-    seen: set[int] = set()
-
-    def new(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        fresh = tuple(x for x in tensors if id(x) not in seen)
-        seen.update(map(id, fresh))
-        return fresh
-
-    for block in model.modules():
-        if isinstance(block, Block) and not isinstance(block, ReversibleBlock):
-            units.append(Unit(new(block.parameters()), 2 if block.cross is None else 4))
-    return Unit(new(model.parameters()), 1), units
+    blocks = [part for part in model.modules() if isinstance(part, Block) and not isinstance(part, ReversibleBlock)]
+    layers = [Unit(tuple(block.parameters()), 2 if block.cross is None else 4) for block in blocks]
+    inside = {id(x) for unit in layers for x in unit.tensors}
+    return Unit(tuple(x for x in model.parameters() if id(x) not in inside), 1), layers
 
 
 def plan_scaling(
@@ -189,6 +172,7 @@ def plan_scaling(
     shard = sum(unit.shard(ranks) for unit in (root, *layers)) if sharded else info.total
     gathered = 0
     unreduced = 0
+    communication = Communication()
     if sharded:
         width = BF16_BYTES if bf16 and not on_cpu else BYTES
         largest = max((unit.padded(ranks) for unit in layers), default=0)
@@ -200,9 +184,7 @@ def plan_scaling(
         # The gradients of a single batch go straight into the buckets; accumulated gradients need their own memory.
         separate = info.total if train.accumulate > 1 else _computed_at_once(model)
         unreduced = BYTES * separate + BF16_BYTES * in_bf16 * info.total
-        communication = _ddp(list(model.parameters()), BF16_BYTES if in_bf16 else BYTES)
-    else:
-        communication = Communication()
+        communication = _ddp(model, BF16_BYTES if in_bf16 else BYTES)
     tokens = max(1, workload.batch_tokens // ranks)
     average = BYTES * shard if train.ema else 0
     offloaded = sharded and train.offload and not on_cpu
@@ -243,13 +225,13 @@ def _computed_at_once(model: Model) -> int:
     return max([*stacks, *(p.numel() for p in model.parameters())])
 
 
-def _ddp(parameters: list[Tensor], width: int) -> Communication:
+def _ddp(model: Model, width: int) -> Communication:
     """The collectives of a step: gradients as numbers of `width` bytes, and a flag per tensor whether it was used.
 
     The last bucket, with the first parameters, is sent after the computation. `DDPModule` adds an unused parameter of
     one number to it.
     """
-    sizes = list(accumulate((p.numel() for p in parameters), initial=1))
+    sizes = list(accumulate((p.numel() for p in model.parameters()), initial=1))
     last = next((size for size in sizes if BYTES * size >= MIN_LAST_BUCKET_BYTES), sizes[-1])
     return Communication(all_reduce=width * sizes[-1] + BYTES * len(sizes), exposed=2 * width * last)
 
@@ -257,9 +239,8 @@ def _ddp(parameters: list[Tensor], width: int) -> Communication:
 def _fsdp(root: Unit, layers: list[Unit], ranks: int, batches: int, width: int) -> Communication:
     """The collectives of a step of several batches; weights are gathered as numbers of `width` bytes."""
     units = (root, *layers)
-    exposed = (width + BYTES) * root.padded(ranks)
     return Communication(
         all_gather=batches * width * sum(unit.gathers * unit.padded(ranks) for unit in units),
         reduce_scatter=batches * BYTES * sum(unit.padded(ranks) for unit in units),
-        exposed=batches * exposed,
+        exposed=batches * (width + BYTES) * root.padded(ranks),
     )
