@@ -215,11 +215,6 @@ class Stack(Value):
         return self.cross_window if self.cross_center == "step" else None
 
     @property
-    def predicted_window(self) -> int | None:
-        """The cross_window around a predicted position (local-p)."""
-        return self.cross_window if self.cross_center == "predicted" else None
-
-    @property
     def max_positions(self) -> int | None:
         """The number of rows of the position table; None: inputs of any length."""
         if self.axial is not None:
@@ -309,7 +304,6 @@ class Config(Value):
 
     @property
     def stacks(self) -> dict[str, Stack]:
-        """The stacks by name."""
         return {name: stack for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)) if stack}
 
     @property
@@ -363,12 +357,12 @@ class Config(Value):
         yield self.share_embeddings and len(self.stacks) < 2, "share_embeddings needs both an encoder and a decoder"
         if encoder is None or decoder is None:
             return
-        widths = encoder.width, decoder.width
+        uneven = encoder.width != decoder.width
         if self.share_embeddings:
-            yield widths[0] != widths[1], f"share_embeddings needs equal widths, not {widths[0]} and {widths[1]}"
+            yield uneven, f"share_embeddings needs equal widths, not {encoder.width} and {decoder.width}"
             yield self.source_vocab != self.target_vocab, "share_embeddings needs one vocabulary for both sides"
-        message = f"a recurrent decoder needs the width of the encoder: {widths[1]} is not {widths[0]}"
-        yield recurrent and widths[0] != widths[1], message
+        message = f"a recurrent decoder needs the width of the encoder: {decoder.width} is not {encoder.width}"
+        yield recurrent and uneven, message
 
     def _output_problems(self) -> Iterator[Problem]:
         """Problems of the output layer, and of options that need an encoder without a decoder."""

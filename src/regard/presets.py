@@ -12,6 +12,7 @@ from regard.config import Config, parse
 from regard.errors import UserError, shown_value
 from regard.recipe import Recipe, assign, put, recipe_tables, split_setting
 from regard.suggest import one_of
+from regard.tasks import BOTH
 
 Table = dict[str, Any]
 
@@ -44,14 +45,14 @@ def _load_presets() -> tuple[dict[str, Table], dict[str, str]]:
 PRESETS, ABOUT = _load_presets()
 
 
-def applicable_changes(base: Table, changes: Table) -> Table:
-    """`changes` without a stack that `base` does not have, if the change sets the same keys for both stacks."""
-    stacks = {name: changes.get(name) for name in ("encoder", "decoder")}
-    encoder, decoder = stacks.values()
-    if not isinstance(encoder, dict) or not isinstance(decoder, dict):
-        return changes
-    own_keys = {"encoder": encoder.keys() - decoder.keys(), "decoder": decoder.keys() - encoder.keys()}
-    return {key: value for key, value in changes.items() if key not in stacks or base.get(key) or own_keys[key]}
+def with_changes(base: Table, changes: Table) -> Table:
+    """`base` merged with `changes`; keys that are set for both stacks do not create a stack that `base` lacks."""
+    encoder = changes.get("encoder")
+    decoder = changes.get("decoder")
+    if isinstance(encoder, dict) and isinstance(decoder, dict):
+        shared = encoder.keys() & decoder.keys()
+        changes = {key: x for key, x in changes.items() if key not in BOTH or base.get(key) or x.keys() - shared}
+    return merge(base, changes)
 
 
 # Keys that a recurrent stack uses; only a decoder has attention. All other keys are for attention layers.
@@ -63,18 +64,17 @@ _RECURRENT_KEYS["decoder"] = _RECURRENT_KEYS["encoder"] | {
 
 def unused_changes(base: Table, changes: Table) -> list[tuple[str, str]]:
     """(stack, key) of changes that a recurrent stack does not use, unless the other stack uses the same change."""
-    stacks = {name: stack for name in ("encoder", "decoder") if isinstance(stack := changes.get(name), dict)}
-    unused = {
-        name: {key for key, value in stack.items() if key not in _RECURRENT_KEYS[name] and value != "none"}
-        if merge(base.get(name) or {}, stack).get("mixer") in ("gru", "lstm")
-        else set()
-        for name, stack in stacks.items()
-    }
-
-    def used(key: str, value: Any) -> bool:
-        return any(key not in unused[name] and stack.get(key) == value for name, stack in stacks.items())
-
-    return [(name, key) for name, keys in unused.items() for key in sorted(keys) if not used(key, stacks[name][key])]
+    unused: list[tuple[str, str, Any]] = []
+    used: list[tuple[str, Any]] = []
+    for name in BOTH:
+        stack = changes.get(name) if isinstance(changes.get(name), dict) else {}
+        recurrent = merge(base.get(name) or {}, stack).get("mixer") in ("gru", "lstm")
+        for key, value in sorted(stack.items()):
+            if recurrent and key not in _RECURRENT_KEYS[name] and value != "none":
+                unused.append((name, key, value))
+            else:
+                used.append((key, value))
+    return [(name, key) for name, key, value in unused if (key, value) not in used]
 
 
 def refuse_unused(base: Table, changes: Table) -> None:
@@ -99,7 +99,7 @@ def preset(
         raise UserError(
             f"preset: changes must be a table, such as {{'encoder': {{'layers': 2}}}}, not {shown_value(changes)}"
         )
-    table = merge(PRESETS[name], applicable_changes(PRESETS[name], changes or {}))
+    table = with_changes(PRESETS[name], changes or {})
     for side, size in (("source_vocab", source_vocab), ("target_vocab", target_vocab)):
         size = vocab if size is None else size
         table[side] = table.get(side, 8000) if size is None else size

@@ -130,7 +130,7 @@ class Attention(nn.Module):
             self.key_value = Linear(context_width, self.kv_heads * (self.head_width + self.value_width), bias=bias)
             self.out = Linear(self.heads * self.value_width, stack.width, bias=bias)
         self.score = make_score(stack.score, self.heads, self.kv_heads, self.head_width, key_width, stack.max_length)
-        window = stack.predicted_window if cross else None
+        window = stack.cross_window if cross and stack.cross_center == "predicted" else None
         self.center = Center(self.heads, self.head_width, window) if window else None
         self.relative = Relative(self.heads, self.head_width, stack.width, stack.reach) if relative else None
         self.dropout = Dropout(stack.attention_dropout)

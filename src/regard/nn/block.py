@@ -30,9 +30,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 def make_norm(stack: Stack, width: int | None = None) -> nn.Module:
     """The normalisation layer of a stack; `width` overrides the width of the stack."""
-    if stack.norm == "rms":
-        return nn.RMSNorm(width or stack.width, eps=stack.norm_eps)
-    return nn.LayerNorm(width or stack.width, eps=stack.norm_eps)
+    norm = nn.RMSNorm if stack.norm == "rms" else nn.LayerNorm
+    return norm(width or stack.width, eps=stack.norm_eps)
 
 
 class FeedForward(nn.Module):

@@ -25,7 +25,7 @@ from regard.metrics import FITTING, content_of
 from regard.model import Model
 from regard.parallel.cores import cores
 from regard.parallel.ranks import ProcessGroup
-from regard.presets import PRESETS, applicable_changes, merge, preset, refuse_unused
+from regard.presets import PRESETS, merge, preset, refuse_unused, with_changes
 from regard.recipe import Recipe, Train
 from regard.run import RunConfig
 from regard.tasks import TASKS, Task, infer_task
@@ -69,8 +69,7 @@ def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any]
     if start is not None:
         table = start.model_dump()
         _check_stacks(table, changes, recipe)
-        filled = merge(table, needs)
-        filled = merge(filled, applicable_changes(filled, changes))
+        filled = with_changes(merge(table, needs), changes)
         config = parse(Config, filled, f"model of {recipe.train.start_from}, changed")
     else:
         table = (
@@ -90,7 +89,7 @@ def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any]
 
 
 def _check_stacks(table: Table, changes: Table, recipe: Recipe) -> None:
-    table = merge(table, applicable_changes(table, changes))
+    table = with_changes(table, changes)
     stacks = tuple(name for name in ("encoder", "decoder") if isinstance(table.get(name), dict))
     required = TASKS[recipe.task].stacks
     if stacks != required:
