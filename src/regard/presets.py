@@ -67,7 +67,7 @@ def unused_changes(base: Table, changes: Table) -> list[tuple[str, str]]:
     unused: list[tuple[str, str, Any]] = []
     used: list[tuple[str, Any]] = []
     for name in BOTH:
-        stack = changes.get(name) if isinstance(changes.get(name), dict) else {}
+        stack: Table = changes[name] if isinstance(changes.get(name), dict) else {}
         recurrent = merge(base.get(name) or {}, stack).get("mixer") in ("gru", "lstm")
         for key, value in sorted(stack.items()):
             if recurrent and key not in _RECURRENT_KEYS[name] and value != "none":
