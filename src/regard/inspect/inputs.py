@@ -32,7 +32,6 @@ CLASS_TOKEN = "<cls>"  # display name of the class token of an image
 
 # One example
 
-NoteKind = Literal["shortened", "method", "unmeasured", "limit"]
 NOTE_TEXTS = {  # of notes that the page's script writes too
     "shortened": "The {side} has {count} tokens; the model was shown, and you see, the first {limit}.",
     "limit": "The output reached the length limit, before its end token.",
@@ -42,11 +41,8 @@ NOTE_TEXTS = {  # of notes that the page's script writes too
 class Note(NamedTuple):
     """A remark on a trace. A page that computes another trace keeps the notes on the method."""
 
-    kind: NoteKind
+    kind: Literal["shortened", "method", "unmeasured", "limit"]
     text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True)
@@ -112,9 +108,8 @@ def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int
     notes = _truncation_note("text", ids, limit)
     texts = _source_text("text", example)
     if run.task.labels:
-        return _token_input(
-            run, rows, texts | _label_text(example.target), _label_ids(run, example.target), _class_names(run), notes
-        )
+        texts |= _label_text(example.target)
+        return _token_input(run, rows, texts, _label_ids(run, example.target), _class_names(run), notes)
     if run.config.predicts_tokens and run.config.ids.mask is None:
         notes.append(Note("method", "This vocabulary has no mask token: each token was visible when it was predicted."))
     elif run.config.predicts_tokens:
@@ -170,13 +165,13 @@ def image_input(run: Run, image_CHW: np.ndarray, label: str | None, name: str, l
     columns = patches.width // patches.size
     patch_names = tuple(f"{i // columns + 1}·{i % columns + 1}" for i in range(patches.count))
     return InspectionInput(
-        (torch.from_numpy(scaled_CHW).unsqueeze(0).to(run.model.device), None),
-        {},
-        {"source": (CLASS_TOKEN, *patch_names)},
-        {"source": "ltr"},
-        {"image": name} | _label_text(label),
-        _label_ids(run, label) if run.model.classifies else [],
-        _class_names(run),
+        arguments=(torch.from_numpy(scaled_CHW).unsqueeze(0).to(run.model.device), None),
+        ids={},
+        tokens={"source": (CLASS_TOKEN, *patch_names)},
+        directions={"source": "ltr"},
+        texts={"image": name} | _label_text(label),
+        labels=_label_ids(run, label) if run.model.classifies else [],
+        names=_class_names(run),
         image=ImageInput(_displayed_pixels(image_CHW, patches), patches.size),
     )
 
@@ -189,7 +184,7 @@ def _displayed_pixels(image_CHW: np.ndarray, patches: PatchConfig) -> np.ndarray
         high = float(pixels_CHW.max())
         scaled_CHW = (pixels_CHW.astype(np.float64) - low) * (255 / ((high - low) or 1.0))
         pixels_CHW = np.rint(scaled_CHW).astype(np.uint8)
-    return np.ascontiguousarray(pixels_CHW.transpose(1, 2, 0))
+    return pixels_CHW.transpose(1, 2, 0)
 
 
 def _class_names(run: Run) -> OutputNames:
@@ -251,11 +246,9 @@ def read_task_data(run: Run, source: Source, counter: LineCounter, limit: int | 
 
 def describe_size(data: TaskData) -> str:
     """The amount of data, in words."""
-    if isinstance(data, str):
-        return plural(len(data), "character")
     if isinstance(data, LabelledImages):
         return plural(len(data.images_NCHW), "image")
-    return plural(len(data), "pair")
+    return plural(len(data), "character" if isinstance(data, str) else "pair")
 
 
 def task_batches(run: Run, data: TaskData, tokens: int = BATCH_TOKENS) -> list[Batch]:
@@ -330,8 +323,8 @@ def _image_batches(run: Run, images: LabelledImages, tokens: int) -> list[Batch]
         raise UserError("heads are measured on labelled images, and these have no labels")
     scaled_NCHW = images.images_NCHW if run.pixels is None else run.pixels(images.images_NCHW)
     labels = np.asarray(_class_ids(run, images.labels))
-    parts = [slice(start, start + BATCH_IMAGES) for start in range(0, len(labels), BATCH_IMAGES)]
-    return [image_batch(scaled_NCHW[part], labels[part]) for part in parts]
+    starts = range(0, len(labels), BATCH_IMAGES)
+    return [image_batch(scaled_NCHW[i : i + BATCH_IMAGES], labels[i : i + BATCH_IMAGES]) for i in starts]
 
 
 def _pair_batches(run: Run, examples: Sequence[Example], tokens: int) -> list[Batch]:

@@ -17,11 +17,9 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 import torch
 
-from regard.config import Stack
 from regard.convert.proof import ConversionReport, Proof
 from regard.decode.alignment import load_heads
 from regard.decode.engine import TorchEngine
-from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
 from regard.decode.search_inputs import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, UNBOUNDED, position_limits
 from regard.errors import UserError, missing_extra, plural
@@ -50,8 +48,7 @@ class WeightPacker:
         self.precision = precision
         self.entries: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, torch.Tensor] = {}  # values after packing
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._bytes = bytearray()
         self._known: dict[int, str] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
@@ -62,15 +59,13 @@ class WeightPacker:
         self._known[x.data_ptr()] = name
         values = x.detach().float().cpu().numpy()
         kind, data, stored = _pack(values, self.precision if values.ndim == 2 else "fp32")
-        self.entries[name] = {"shape": list(values.shape), "type": kind, "at": self._size}
+        self.entries[name] = {"shape": list(values.shape), "type": kind, "at": len(self._bytes)}
         self.stored[name] = torch.from_numpy(stored)
-        padding = -len(data) % 4
-        self._parts.append(data + bytes(padding))
-        self._size += len(data) + padding
+        self._bytes += data + bytes(-len(data) % 4)  # each tensor starts at a multiple of four
 
     def text(self) -> str:
         """All bytes in base64."""
-        return base64.b64encode(b"".join(self._parts)).decode("ascii")
+        return base64.b64encode(self._bytes).decode("ascii")
 
 
 def _pack(values: np.ndarray, precision: Precision) -> tuple[str, bytes, np.ndarray]:
@@ -93,7 +88,7 @@ def model_block(run: Run, weights: WeightPacker, examples: Sequence[Example] = (
     task = run.task
     for name, x in run.model.named_parameters(remove_duplicate=False):
         weights.add(name, x)
-    block: dict[str, Any] = {
+    return {
         "task": task.name,
         "config": config.model_dump(mode="json"),
         "tensors": weights.entries,
@@ -107,7 +102,6 @@ def model_block(run: Run, weights: WeightPacker, examples: Sequence[Example] = (
         "limits": _limits(run),
         "examples": [example._asdict() for example in examples],
     }
-    return block
 
 
 def _text_block(codec: Codec) -> dict[str, Any]:
@@ -126,13 +120,11 @@ def _text_block(codec: Codec) -> dict[str, Any]:
 
 
 def _limits(run: Run) -> dict[str, Any]:
+    source = target = (run.config.top.max_positions or UNBOUNDED) - 2
     if "decoder" in run.task.stacks:
         source, target = position_limits([run])
-    else:
-        source = target = (run.config.top.max_positions or UNBOUNDED) - 2
-    usual_source = Options().max_source
     return {
-        "max_source": min(source, usual_source),
+        "max_source": min(source, Options().max_source),
         "max_target": min(target, UNBOUNDED),
         "usual": run.generation.max_length,
         "ratio": LENGTH_RATIO,
@@ -144,8 +136,7 @@ def _limits(run: Run) -> dict[str, Any]:
 def require_supported(run: Run) -> None:
     """Refuse models that the page's script cannot compute."""
     require_numbers(run)
-    stacks: dict[str, Stack] = run.config.stacks
-    if any(stack.mixer == "lsh" for stack in stacks.values()):
+    if any(stack.mixer == "lsh" for stack in run.config.stacks.values()):
         raise UserError(f"{run.path}: a page cannot compute LSH attention; regard inspect shows it")
     if isinstance(run.codec.source, ForeignTokenizer) and run.task.reads != "images":
         raise UserError(
@@ -159,23 +150,20 @@ def require_supported(run: Run) -> None:
 # The page
 
 
-def first_trace(run: Run, example: Example | None, image: np.ndarray | None = None) -> Trace:
+def first_trace(run: Run, example: Example | None) -> Trace:
     """The trace that the page shows first; its titles, labels and formulas are kept for other traces."""
     if run.task.reads == "images":
         patches = run.config.image_patches
-        shape = (patches.channels, patches.height, patches.width)
-        return trace_image(run, np.zeros(shape, np.float32) if image is None else image)
+        return trace_image(run, np.zeros((patches.channels, patches.height, patches.width), np.float32))
     assert example is not None
     if run.task.seq2seq:
         return trace_pair(run, example)
-    if run.task.name == "lm":
-        return trace_text(run, example.source, more=12)
-    return trace_text(run, example.source, features=example.features)
+    return trace_text(run, example.source, more=12 if run.task.name == "lm" else 0, features=example.features)
 
 
-def sample_sources(run: Run, count: int, seed: int = 1) -> list[Example]:
+def sample_sources(run: Run, count: int) -> list[Example]:
     """Texts of random tokens with random features; frequent tokens (low ids) are drawn more often."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(1)
     source = run.codec.source
     first = max(source.special, default=-1) + 1
     examples = []
@@ -252,8 +240,8 @@ class PageEngine:
     """The page's script with a model, in a JavaScript engine."""
 
     def __init__(self, block: dict[str, Any], template: dict[str, Any], simd: bool = True) -> None:
-        self._context = context = require_script_engine()()
-        self.version = str(context.v8_version)
+        self._context = require_script_engine()()
+        self.version = str(self._context.v8_version)
         self._context.set_hard_memory_limit(SCRIPT_MEMORY)
         self._context.eval(bundle("page/proof.js"))
         self.simd = bool(self._context.eval("loadModel")(json.dumps(block), json.dumps(template), simd))
@@ -289,7 +277,7 @@ def page_input(example: Example) -> dict[str, Any]:
 def _same_outputs(page: PageEngine, run: Run, example: Example, beam: int) -> float:
     """Both search, and both score the output of torch."""
     engine = TorchEngine(run, Options(beam=beam, max_length=PROVEN_LENGTH))
-    ours: Hypothesis = engine([Request(example.source, example.features)])[0][0]
+    ours = engine([Request(example.source, example.features)])[0][0]
     options = {"strategy": "beam" if beam > 1 else "greedy", "beam": beam, "nbest": 1, "maxLength": PROVEN_LENGTH}
     answer = page.ask("generate", page_input(example), options)
     theirs: dict[str, Any] = answer["hypotheses"][0] if answer["hypotheses"] else {"text": "", "score": 0.0}

@@ -66,18 +66,13 @@ def entropy_bits(probability: Tensor) -> Tensor:
 def output_steps(logits_TV: Tensor, labels: Sequence[int], names: OutputNames) -> tuple[OutputStep, ...]:
     """Every output step with its label."""
     probability_TV = logits_TV.softmax(-1)
-    entropy_T = entropy_bits(probability_TV)
-    normaliser_T = logits_TV.logsumexp(-1)
-    return tuple(
-        OutputStep(
-            token,
-            float(probability_TV[t, label]),
-            float(entropy_T[t]),
-            float(normaliser_T[t]),
-            top_predictions(logits_TV[t], STEP_CANDIDATES, names),
-        )
-        for t, (label, token) in enumerate(zip(labels, names(labels), strict=True))
-    )
+    entropy_T = entropy_bits(probability_TV).tolist()
+    normaliser_T = logits_TV.logsumexp(-1).tolist()
+    steps = []
+    for t, (label, token) in enumerate(zip(labels, names(labels), strict=True)):
+        candidates = top_predictions(logits_TV[t], STEP_CANDIDATES, names)
+        steps.append(OutputStep(token, float(probability_TV[t, label]), entropy_T[t], normaliser_T[t], candidates))
+    return tuple(steps)
 
 
 def lens_hooks(model: Model) -> dict[str, str]:
@@ -112,28 +107,26 @@ def mask_each_token(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> tup
 
     Only the positions in `maskable` are masked; at other positions the predicted token is visible.
     """
-    hooks = list(lens_hooks(model).values())
     logits: list[Tensor] = []
-    vectors: dict[str, list[Tensor]] = {hook: [] for hook in hooks}
-    for masked_NS, position_N in _masked_copies(model, ids_S, maskable):
-        with record(model, *hooks) as recorded:
+    vectors: dict[str, list[Tensor]] = {hook: [] for hook in lens_hooks(model).values()}
+    for masked_NS, places in _masked_copies(model, ids_S, maskable):
+        with record(model, *vectors) as recorded:
             x_NSD = model.hidden(masked_NS, None)
-        row_N = torch.arange(len(position_N), device=ids_S.device)
-        logits.append(model.predict(x_NSD[row_N, position_N]).float())
-        for hook in hooks:
-            vectors[hook].append(recorded[hook][row_N, position_N])
+        logits.append(model.predict(x_NSD[places]).float())
+        for hook, parts in vectors.items():
+            parts.append(recorded[hook][places])
     return torch.cat(logits), {hook: torch.cat(parts) for hook, parts in vectors.items()}
 
 
-def _masked_copies(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of copies of a text with one masked token each (N, S), and the positions of the masked tokens (N)."""
-    mask = model.config.ids.mask
-    position_S = torch.arange(len(ids_S), device=ids_S.device)
-    maskable_S = torch.zeros_like(ids_S, dtype=torch.bool)
-    maskable_S[list(maskable)] = mask is not None
-    for position_N in position_S.split(MASKED_COPIES):
-        masked_NS = (position_N.unsqueeze(1) == position_S) & maskable_S
-        yield ids_S.expand(len(position_N), -1).masked_fill(masked_NS, mask or 0), position_N
+def _masked_copies(
+    model: Model, ids_S: Tensor, maskable: Sequence[int]
+) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """Batches of copies of a text with one masked token each, and the rows and columns of the masked tokens."""
+    copies_SS = ids_S.repeat(len(ids_S), 1)
+    if model.config.ids.mask is not None:
+        copies_SS[maskable, maskable] = model.config.ids.mask
+    for position_N in torch.arange(len(ids_S), device=ids_S.device).split(MASKED_COPIES):
+        yield copies_SS[position_N], (position_N - position_N[0], position_N)
 
 
 def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int]) -> Tensor:
@@ -142,8 +135,7 @@ def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequen
     `arguments` are those of the model for a batch of one.
     """
     with _embedded(model) as embedded, torch.enable_grad():
-        logp_TV = model(*arguments)[0].float().log_softmax(-1)
-        label_logps = [logp_TV[t, label] for t, label in enumerate(labels)]
+        label_logps = list(model(*arguments)[0].float().log_softmax(-1)[range(len(labels)), labels])
     first_1SD = embedded[0]  # a shared table embeds the source first
     gradients = (torch.autograd.grad(logp, first_1SD, retain_graph=True)[0] for logp in label_logps)
     return torch.stack([(gradient_1SD * first_1SD.detach())[0].sum(-1) for gradient_1SD in gradients])
@@ -152,11 +144,10 @@ def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequen
 def masked_attribution(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> Tensor:
     """Gradient x input (S, S) of every token of a text when that token is masked, as in `mask_each_token`."""
     rows = []
-    for masked_NS, position_N in _masked_copies(model, ids_S, maskable):
+    for masked_NS, (row_N, position_N) in _masked_copies(model, ids_S, maskable):
         with _embedded(model) as embedded, torch.enable_grad():
-            logits_NSV = model(masked_NS, None)
-            row_N = torch.arange(len(position_N), device=ids_S.device)
-            logp_N = logits_NSV[row_N, position_N].float().log_softmax(-1)[row_N, ids_S[position_N]]
+            logp_NV = model(masked_NS, None)[row_N, position_N].float().log_softmax(-1)
+            logp_N = logp_NV[row_N, ids_S[position_N]]
             gradient_NSD = torch.autograd.grad(logp_N.sum(), embedded[0])[0]  # copies are independent
         rows.append((gradient_NSD * embedded[0].detach()).sum(-1))
     return torch.cat(rows)
@@ -190,10 +181,8 @@ def head_importance(
     """
     attentions = model.attentions()
     keys = [(name, head) for name, attention in attentions.items() for head in range(attention.heads)]
-    copies = max(
-        1, min(SILENCED_COPIES, SILENCED_LOGITS // (len(labels) * (model.config.classes or model.config.output_vocab)))
-    )
-    label_T = torch.tensor(labels, device=model.device)
+    logits = len(labels) * (model.config.classes or model.config.output_vocab)
+    copies = max(1, min(SILENCED_COPIES, SILENCED_LOGITS // logits))
     out: dict[str, list[float]] = {name: [] for name in attentions}
     for start in range(0, len(keys), copies):
         silenced = keys[start : start + copies]
@@ -203,7 +192,7 @@ def head_importance(
         inputs = [x if x is None else x.expand(len(silenced), *x.shape[1:]) for x in arguments]
         with patch(model, {f"{name}.mixed": gate_NH11.mul for name, gate_NH11 in gates.items()}):
             logp_NTV = model(*inputs).float().log_softmax(-1)
-        scores_N = logp_NTV[:, range(len(labels)), label_T].sum(-1).tolist()
+        scores_N = logp_NTV[:, range(len(labels)), labels].sum(-1).tolist()
         for (name, _), left in zip(silenced, scores_N, strict=True):
             out[name].append(score - left)
     return out

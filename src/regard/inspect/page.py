@@ -35,14 +35,13 @@ class Packer:
     """Converts values to JSON and collects their arrays as two-byte integers with a scale."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._offset = 0
+        self._bytes = bytearray()
         self._packed: dict[int, tuple[np.ndarray, dict[str, Any]]] = {}
 
-    def json(self, value: Any) -> Any:
+    def json(self, value: Any, name: str = "") -> Any:
         """A value as JSON; a dataclass becomes an object with its field names, without shape suffixes."""
         if isinstance(value, np.ndarray):
-            return self.signed(value)
+            return self.weights(value) if name == "weights" and value.min(initial=0.0) >= 0 else self.signed(value)
         if isinstance(value, float):
             return float(f"{value:.5g}") if np.isfinite(value) else None  # more digits are never shown
         if isinstance(value, tuple | list):
@@ -50,12 +49,8 @@ class Packer:
         if is_dataclass(value):
             value = {re.sub("_[A-Z]+$", "", f.name): getattr(value, f.name) for f in fields(value)}
         if isinstance(value, dict):
-            return {key: self._named(key, x) for key, x in value.items()}
+            return {key: self.json(x, key) for key, x in value.items()}
         return value
-
-    def _named(self, key: str, x: Any) -> Any:
-        unsigned = key == "weights" and isinstance(x, np.ndarray) and x.min(initial=0.0) >= 0
-        return self.weights(x) if unsigned else self.json(x)
 
     def weights(self, x: np.ndarray) -> dict[str, Any]:
         """Add non-negative numbers; a row of 300 attention weights still sums to 1 within 0.003."""
@@ -75,15 +70,13 @@ class Packer:
         return entry
 
     def _add(self, x: np.ndarray, scale: float, dtype: str) -> dict[str, Any]:
-        data = x.tobytes()
-        entry = {"at": self._offset, "type": dtype, "shape": list(x.shape), "scale": scale}
-        self._parts.append(data)
-        self._offset += len(data)
+        entry = {"at": len(self._bytes), "type": dtype, "shape": list(x.shape), "scale": scale}
+        self._bytes += x.tobytes()
         return entry
 
     def pack(self) -> str:
         """All bytes, compressed, in base64."""
-        return base64.b64encode(zlib.compress(b"".join(self._parts), 6)).decode("ascii")
+        return base64.b64encode(zlib.compress(self._bytes, 6)).decode("ascii")
 
 
 def read_asset(name: str) -> str:

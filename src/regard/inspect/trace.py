@@ -15,7 +15,6 @@ import torch
 
 from regard.decode.alignment import MAX_HEADS, NEARLY_BEST, alignment_quality, best_heads, load_heads
 from regard.decode.engine import TorchEngine
-from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
 from regard.errors import UserError, plural
 from regard.inspect import heads as head_statistics
@@ -198,17 +197,6 @@ def trace(
     return _trace_input(run, text_input(run, example, target or (), most), heads)
 
 
-def _trace_decoded(run: Run, example: Example, decoded: Hypothesis) -> Trace:
-    """Trace an output of the search, without the end token if the length limit forced it."""
-    ids = list(decoded.ids)
-    limit = decoded.flags.get("max_length")
-    if limit is not None and ids[-1] == run.config.ids.eos:
-        ids.pop()
-    traced = trace(run, example, ids, heads=load_heads(run.path))
-    notes = () if limit is None else (Note("limit", f"The output {limit}, before its end token."),)
-    return replace(traced, notes=traced.notes + notes)
-
-
 def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, features: str | None = None) -> Trace:
     """Trace a text through a model with one stack.
 
@@ -234,7 +222,14 @@ def trace_pair(run: Run, example: Example, target: str | None = None, beam: int 
     best = TorchEngine(run, Options(beam=beam))([Request(example.source, example.features)])[0][0]
     if not best.ids:
         raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
-    return _trace_decoded(run, example, best)
+    ids = list(best.ids)
+    limit = best.flags.get("max_length")
+    if limit is None:
+        return trace(run, example, ids, heads=load_heads(run.path))
+    if ids[-1] == run.config.ids.eos:  # it was forced by the length limit
+        ids.pop()
+    traced = trace(run, example, ids, heads=load_heads(run.path))
+    return replace(traced, notes=(*traced.notes, Note("limit", f"The output {limit}, before its end token.")))
 
 
 @torch.no_grad()
@@ -290,8 +285,8 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
     if run.task.reads == "images":
         distance_SS = head_statistics.patch_distances(run.config.image_patches)
         for m in maps:
-            distance_BHS = head_statistics.mean_distance(torch.from_numpy(m.weights_HTS)[None], distance_SS)
-            distances[m.name] = distance_BHS[0].mean(-1).numpy()
+            distance_HS = head_statistics.mean_distance(torch.from_numpy(m.weights_HTS), distance_SS)
+            distances[m.name] = distance_HS.mean(-1).numpy()
     tokens = inputs.tokens
     positions = max(MIN_POSITIONS, *(len(row) for row in tokens.values()))
     stacks = {name: getattr(model, name) for name in run.config.stacks}

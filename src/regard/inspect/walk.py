@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.config import Stack
 from regard.errors import plural
-from regard.model import Model
+from regard.model import Model, kind_and_layer
 from regard.nn.attention import Attention
 from regard.nn.block import Block, Residual
 from regard.nn.hooks import ForwardCalls
@@ -159,14 +159,10 @@ def prediction_card(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
         tied = f" W is the embedding table{side}, used again." if model.config.tie_output else ""
         text = f"The vector of the last layer{normed} is compared with every token of the vocabulary.{tied}"
     last = "" if isinstance(norm, nn.Identity) else f"x_t ← {norm_formula(norm, 'x_t')}    "
-    return Card(
-        "Prediction: logits and softmax",
-        f"{last}logits = x_t W^T{bias_term('b', model.output)}    p = softmax(logits)",
-        text,
-        f"1 × {width}  ·  {width} × {vocab}  =  1 × {vocab}",
-        vectors_of({"x": calls.input(model.output)}),
-        show="prediction",
-    )
+    formula = f"{last}logits = x_t W^T{bias_term('b', model.output)}    p = softmax(logits)"
+    shape = f"1 × {width}  ·  {width} × {vocab}  =  1 × {vocab}"
+    vectors = vectors_of({"x": calls.input(model.output)})
+    return Card("Prediction: logits and softmax", formula, text, shape, vectors, show="prediction")
 
 
 @dataclass(frozen=True)
@@ -184,7 +180,7 @@ class PositionHeatmap:
 @torch.no_grad()
 def position_heatmap(name: str, stack: Transformer, length: int) -> PositionHeatmap | None:
     """The encoding of the first `length` positions of a stack; None if it has no picture."""
-    position: Position = stack.position
+    position = stack.position
     pos_1T = torch.arange(length, device=next(stack.parameters()).device).unsqueeze(0)
     if isinstance(position, Learned):
         pos_1T = pos_1T[:, : position.table.num_embeddings]
@@ -252,22 +248,10 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
             text = f"The output of layer {index} for this token."
             cards = [Card("Input", formula, text, f"1 × {stack.width}", vectors_of({"x": calls.input(block)}))]
         hook = f"{name}.blocks.{index}"
-        cards += _attention_cards(
-            f"{hook}.attention",
-            block.attention,
-            stack,
-            calls,
-            transformer.position,
-            name,
-            block.attention_residual.norm,
-        )
-        cards += [_residual_card(block.attention_residual, block.attention, calls, stack, "attention")]
+        cards += _attention_cards(f"{hook}.attention", block.attention, block.attention_residual, stack, calls)
         if block.cross is not None:
-            norm = block.cross_residual.norm
-            cards += _attention_cards(f"{hook}.cross", block.cross, stack, calls, Position(), "cross", norm)
-            cards += [_residual_card(block.cross_residual, block.cross, calls, stack, "cross-attention")]
-        cards += [_feed_forward_card(block, stack, calls)]
-        cards += [_residual_card(block.feed_forward_residual, block.feed_forward, calls, stack, "feed-forward")]
+            cards += _attention_cards(f"{hook}.cross", block.cross, block.cross_residual, stack, calls)
+        cards += _feed_forward_cards(block, stack, calls)
         # The predictions of a masked language model come from other forward passes, with one masked token each.
         if index == stack.layers - 1 and (name == "decoder" or model.classifies):
             cards.append(prediction_card(model, calls, transformer.norm))
@@ -304,75 +288,66 @@ def _attention_inside(name: str, attention: Attention, calls: ForwardCalls) -> t
 
 
 def _attention_cards(
-    name: str,
-    attention: Attention,
-    stack: Stack,
-    calls: ForwardCalls,
-    position: Position,
-    kind: str,
-    norm: nn.Module,
+    name: str, attention: Attention, residual: Residual, stack: Stack, calls: ForwardCalls
 ) -> list[Card]:
+    cross = kind_and_layer(name)[0] == "cross"
+    prefix = "Cross-attention: " if cross else ""
     q_HTE, scores = _attention_inside(name, attention, calls)
-    heads = attention.heads
-    value = stack.value
-    prefix = "Cross-attention: " if kind == "cross" else ""
-    mixed_HTE = calls.input(attention.out).unflatten(-1, (heads, -1)).transpose(0, 1)
+    z_HTE = calls.input(attention.out).unflatten(-1, (attention.heads, -1)).transpose(0, 1)
+    text = "The output of this head: the values, weighted by attention and summed."
+    z = vectors_of({"z": z_HTE})
+    weighted_sum = Card(prefix + "weighted sum", "z_t = Σ_s a_{ts} v_s", text, f"1 × {stack.value}", z, scores, "sum")
     numbers = [f"z^{{{number + 1}}}_t" for number in attention.head_numbers]
-    side_by_side = " ; ".join(numbers if heads < 4 else [numbers[0], "…", numbers[-1]])
-    projections = _projection_card(prefix, attention, stack, position, norm)
-    x = "x̂" if stack.norm_at == "pre" else "x"
+    side_by_side = " ; ".join(numbers if attention.heads < 4 else [numbers[0], "…", numbers[-1]])
+    formula = f"o_t = [{side_by_side}] W_O{bias_term('b_O', attention.out)}"
+    text = "The vectors z of all heads, concatenated and mixed by one matrix."
+    joined = attention.heads * stack.value
+    shape = f"1 × {joined}  ·  {joined} × {stack.width}  =  1 × {stack.width}"
+    vectors = (*z, Vector.of("o", calls.output(attention)))
     return [
-        replace(projections, vectors=vectors_of({x: calls.input(attention), "q": q_HTE}), scores=scores),
-        _score_card(prefix, stack, attention, scores, kind),
-        Card(
-            prefix + "weighted sum",
-            "z_t = Σ_s a_{ts} v_s",
-            "The output of this head: the values, weighted by attention and summed.",
-            f"1 × {value}",
-            vectors_of({"z": mixed_HTE}),
-            scores,
-            "sum",
-        ),
-        Card(
-            prefix + "heads side by side",
-            f"o_t = [{side_by_side}] W_O{bias_term('b_O', attention.out)}",
-            "The vectors z of all heads, concatenated and mixed by one matrix.",
-            f"1 × {heads * value}  ·  {heads * value} × {stack.width}  =  1 × {stack.width}",
-            vectors_of({"z": mixed_HTE, "o": calls.output(attention)}),
-            scores,
-            "heads",
-        ),
+        _projection_card(prefix, attention, residual, stack, calls, q_HTE, scores),
+        _score_card(prefix, attention, stack, scores),
+        weighted_sum,
+        Card(prefix + "heads side by side", formula, text, shape, vectors, scores, "heads"),
+        _residual_card(residual, attention, calls, stack, "cross-attention" if cross else "attention"),
     ]
 
 
-def _projection_card(prefix: str, attention: Attention, stack: Stack, position: Position, norm: nn.Module) -> Card:
-    """Query, key and value of an attention, without numbers."""
-    pre = stack.norm_at == "pre"
-    x = "x̂" if pre else "x"
+def _projection_card(
+    prefix: str,
+    attention: Attention,
+    residual: Residual,
+    stack: Stack,
+    calls: ForwardCalls,
+    q_HTE: Tensor,
+    scores: AttentionScores,
+) -> Card:
+    """Query, key and value of an attention."""
+    x = "x̂" if residual.pre else "x"
     other = "e_s" if prefix else f"{x}_s"
+    formula = f"x̂_t = {norm_formula(residual.norm, 'x_t')}    " if residual.pre else ""
+    formula += f"q_t = {x}_t W_Q{bias_term('b_Q', attention.query)}"
+    formula += f"    k_s = {other} W_K{bias_term('b_K', attention.key_value)}"
+    formula += f"    v_s = {other} W_V{bias_term('b_V', attention.key_value)}"
     text = "All three come from the same tokens, hence self-attention."
     if prefix:
         text = "The queries come from the decoder, keys and values from the encoder's output."
-    if pre:
+    if residual.pre:
         text += " x̂ is x after the normalisation."
+    position = calls.inputs[attention][-1][3]
     if type(position).rotate is not Position.rotate:
         text += " Rotating q and k encodes the position."
-    normalised = f"x̂_t = {norm_formula(norm, 'x_t')}    " if pre else ""
-    head = attention.head_width
     width_in = attention.key_value.in_features if attention.key_value is not None else stack.width
-    return Card(
-        prefix + "query, key, value",
-        f"{normalised}q_t = {x}_t W_Q{bias_term('b_Q', attention.query)}"
-        f"    k_s = {other} W_K{bias_term('b_K', attention.key_value)}"
-        f"    v_s = {other} W_V{bias_term('b_V', attention.key_value)}",
-        text,
-        f"W_Q of a head: {stack.width} × {head}; W_K: {width_in} × {head}; W_V: {width_in} × {stack.value};"
-        f" {plural(attention.heads, 'head')}, one matrix",
-        show="qkv",
+    shape = (
+        f"W_Q of a head: {stack.width} × {stack.head}; W_K: {width_in} × {stack.head};"
+        f" W_V: {width_in} × {stack.value}; {plural(attention.heads, 'head')}, one matrix"
     )
+    vectors = vectors_of({x: calls.input(attention), "q": q_HTE})
+    return Card(prefix + "query, key, value", formula, text, shape, vectors, scores, "qkv")
 
 
-def _score_card(prefix: str, stack: Stack, attention: Attention, scores: AttentionScores, kind: str) -> Card:
+def _score_card(prefix: str, attention: Attention, stack: Stack, scores: AttentionScores) -> Card:
+    kind, _ = kind_and_layer(scores.map)
     formula = f"score_{{ts}} = {FORMULAS[stack.score]}"
     text = "How well the query matches each key."
     if scores.scale != 1:
@@ -410,7 +385,7 @@ def _residual_card(residual: Residual, sublayer: nn.Module, calls: ForwardCalls,
     return Card(title, formula, text, f"1 × {stack.width}", vectors_of(vectors))
 
 
-def _feed_forward_card(block: Block, stack: Stack, calls: ForwardCalls) -> Card:
+def _feed_forward_cards(block: Block, stack: Stack, calls: ForwardCalls) -> list[Card]:
     part = block.feed_forward
     hidden_TF = calls.input(part.down)
     act = {"gelu_tanh": "gelu"}.get(stack.activation, stack.activation)
@@ -425,7 +400,8 @@ def _feed_forward_card(block: Block, stack: Stack, calls: ForwardCalls) -> Card:
     text = "Applied to each token independently."
     shape = f"1 × {stack.width}  ·  {stack.width} × {stack.ff}  ·  {stack.ff} × {stack.width}"
     vectors = vectors_of({x: calls.input(part), "neurons": hidden_TF, "o": calls.output(part)})
-    return Card("Feed-forward", formula, text, shape, vectors, active=active)
+    card = Card("Feed-forward", formula, text, shape, vectors, active=active)
+    return [card, _residual_card(block.feed_forward_residual, part, calls, stack, "feed-forward")]
 
 
 def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Walk:
@@ -437,53 +413,36 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     width = stack.width
     q_HTE, scores = _attention_inside(f"decoder.blocks.{stack.layers - 1}.cross", cross, calls)
     scores = replace(scores, keys=scores.values)  # keys and values are the same vectors
-    embedded_TD = model.embed(model.target_embedding, torch.tensor(list(ids), device=model.device))
-    embedding = Card(
-        "The previous token",
-        "y_{t−1} = E[token_{t−1}]",
-        "The embedding of the last produced token (initially the start token).",
-        f"E: {len(model.target_embedding.weight)} × {width}",
-        vectors_of({"y": embedded_TD}),
-    )
+    vectors = vectors_of({"y": model.embed(model.target_embedding, torch.tensor(list(ids), device=model.device))})
+    text = "The embedding of the last produced token (initially the start token)."
+    shape = f"E: {len(model.target_embedding.weight)} × {width}"
+    embedding = Card("The previous token", "y_{t−1} = E[token_{t−1}]", text, shape, vectors)
     joined = [part for part, on in (("c_t", stack.attend_first), ("h̃_{t−1}", stack.input_feeding)) if on]
     cell_input = f"[{' ; '.join(['y_{t−1}', *joined])}]" if joined else "y_{t−1}"
+    formula = f"h_t = {stack.mixer.upper()}({cell_input}, h_{{t−1}})"
+    text = f"The decoder state after the token, through {plural(stack.layers, 'layer')}."
+    if stack.input_feeding:
+        text += " The last attentional vector is part of the input."
+    if stack.attend_first:
+        text += " The context is part of the input."
     states = [calls.output(block.cell) for block in decoder.blocks]  # type: ignore[arg-type]
-    state = Card(
-        "The state",
-        f"h_t = {stack.mixer.upper()}({cell_input}, h_{{t−1}})",
-        f"The decoder state after the token, through {plural(stack.layers, 'layer')}."
-        + (" The last attentional vector is part of the input." if stack.input_feeding else "")
-        + (" The context is part of the input." if stack.attend_first else ""),
-        f"1 × {width}",
-        vectors_of({f"h, layer {i + 1}" if len(states) > 1 else "h": x for i, x in enumerate(states)}),
-    )
-    query = Card(
-        "Query, keys and values",
-        f"q_t = {'h_{t−1}' if stack.attend_first else 'h_t'}    k_s = v_s = e_s",
-        "The query is the decoder state; keys and values are the encoder outputs, one vector e per source token.",
-        f"q: 1 × {width}, e: 1 × {width} for each source token",
-        vectors_of({"q": q_HTE}),
-        scores,
-        "qkv",
-    )
-    context = Card(
-        "Context",
-        "c_t = Σ_s a_{ts} e_s",
-        "The encoder vectors, weighted by attention and summed: one vector for this step.",
-        f"1 × {width}",
-        vectors_of({"c": calls.output(cross).unsqueeze(0)}),
-        scores,
-        "sum",
-    )
+    vectors = vectors_of({f"h, layer {i + 1}" if len(states) > 1 else "h": x for i, x in enumerate(states)})
+    state = Card("The state", formula, text, f"1 × {width}", vectors)
+    formula = f"q_t = {'h_{t−1}' if stack.attend_first else 'h_t'}    k_s = v_s = e_s"
+    text = "The query is the decoder state; keys and values are the encoder outputs, one vector e per source token."
+    shape = f"q: 1 × {width}, e: 1 × {width} for each source token"
+    query = Card("Query, keys and values", formula, text, shape, vectors_of({"q": q_HTE}), scores, "qkv")
+    text = "The encoder vectors, weighted by attention and summed: one vector for this step."
+    vectors = vectors_of({"c": calls.output(cross).unsqueeze(0)})
+    context = Card("Context", "c_t = Σ_s a_{ts} e_s", text, f"1 × {width}", vectors, scores, "sum")
+    formula = f"h̃_t = tanh(W [c_t ; h_t]{bias_term('b', decoder.combine)})"
+    text = "Context and state, concatenated, times one matrix, then tanh."
+    shape = f"1 × {2 * width}  ·  {2 * width} × {width}  =  1 × {width}"
     both_TD = calls.input(decoder.combine)
-    combine = Card(
-        "Concatenation",
-        f"h̃_t = tanh(W [c_t ; h_t]{bias_term('b', decoder.combine)})",
-        "Context and state, concatenated, times one matrix, then tanh.",
-        f"1 × {2 * width}  ·  {2 * width} × {width}  =  1 × {width}",
-        vectors_of({"c": both_TD[:, :width], "h": both_TD[:, width:], "h̃": calls.output(decoder.combine).tanh()}),
-    )
-    attend = [query, _score_card("", stack, cross, scores, "cross"), context]
+    h_TD = calls.output(decoder.combine).tanh()
+    vectors = vectors_of({"c": both_TD[:, :width], "h": both_TD[:, width:], "h̃": h_TD})
+    combine = Card("Concatenation", formula, text, shape, vectors)
+    attend = [query, _score_card("", cross, stack, scores), context]
     order = [*attend, state] if stack.attend_first else [state, *attend]
     cards = (embedding, *order, combine, prediction_card(model, calls, nn.Identity()))
     return Walk("decoder", "input", (cards,))
