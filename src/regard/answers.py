@@ -7,8 +7,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ EMBED_TOKENS = 4096  # in a batch of texts to embed
 SMALL_MODEL = 20_000_000  # parameters
 MAX_ENGINES = 32  # ready engines that a worker keeps, one for each run and set of options
 Result = dict[str, Any]
-Send = Callable[[dict[str, Any]], None]
 
 
 class Cancelled(Exception):
@@ -40,13 +38,14 @@ class Cancelled(Exception):
 
 @dataclass
 class BatchTask:
-    """A batch: inputs of one kind, with the same options, for one run."""
+    """A batch: inputs of one kind, which is a method of `Answerer`, with the same options, for one run."""
 
     run: str
     kind: str
     options: str  # as JSON, a part of the key of a cached engine
     inputs: list[dict[str, Any]]
     cancelled: Callable[[], bool] = lambda: False
+    send: Callable[[Result], None] = lambda piece: None  # of a streamed output
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -55,10 +54,6 @@ class BatchTask:
 
     def decoding(self) -> Options:
         return Options.of(**{name: value for name, value in self.settings.items() if name != "attention"})
-
-    def parts(self) -> list[BatchTask]:
-        """One task per input."""
-        return [BatchTask(self.run, self.kind, self.options, [x], self.cancelled) for x in self.inputs]
 
     def check(self) -> None:
         """Raise `Cancelled` if the batch was cancelled; called before each step of a search."""
@@ -82,18 +77,23 @@ class Answerer:
         self._torch_lock = threading.Lock()  # one search with torch at a time
         self._cache_lock = threading.Lock()
 
-    def answer(self, task: BatchTask, send: Send) -> list[Result]:
+    def answer(self, task: BatchTask) -> list[Result]:
         """A result or an error for each input; a failed input does not affect the others."""
         try:
-            return KINDS[task.kind](self, task, send)
+            results: list[Result] = getattr(self, task.kind)(task)
+            return results
         except Cancelled:
             raise
         except Exception as error:
-            if len(task.inputs) == 1:
-                return [_failure(error, self.runs[task.run].path, task.run)]
-            return [self.answer(part, send)[0] for part in task.parts()]
+            if len(task.inputs) > 1:
+                return [self.answer(replace(task, inputs=[item]))[0] for item in task.inputs]
+            if isinstance(error, UserError):  # without paths of this machine
+                message = str(error).replace(str(self.runs[task.run].path), task.run)
+                return [{"error": message, "status": 422}]
+            traceback.print_exception(error)
+            return [{"error": "an error in the server; its log has the details", "status": 500}]
 
-    def generate(self, task: BatchTask, send: Send) -> list[Result]:
+    def generate(self, task: BatchTask) -> list[Result]:
         """Outputs with scores, as `regard generate --json` prints them."""
         engine = self._decoder(task)
         attention = task.settings.get("attention")
@@ -122,7 +122,7 @@ class Answerer:
         ]
         return {"tokens": trace.tokens, "maps": maps}
 
-    def translate(self, task: BatchTask, send: Send) -> list[Result]:
+    def translate(self, task: BatchTask) -> list[Result]:
         """The texts of the outputs, without scores."""
         engine = self._decoder(task)
         sources = [item["source"] for item in task.inputs]
@@ -131,7 +131,7 @@ class Answerer:
         with self._cancellable(engine, task):
             return [{"texts": [h.text for h in row]} for row in engine(sources)]
 
-    def stream(self, task: BatchTask, send: Send) -> list[Result]:
+    def stream(self, task: BatchTask) -> list[Result]:
         """Decode one input, and send every token as soon as it is decided."""
         engine = self._engine("torch", task)
         assert isinstance(engine, TorchEngine)
@@ -142,24 +142,24 @@ class Answerer:
         pieces = TokenStream(engine, item)
         with self._cancellable(engine, task):
             for piece in pieces:
-                send({"piece": piece.as_dict()})
+                task.send({"piece": piece.as_dict()})
         assert pieces.hypothesis is not None
         return [generation_json(request.source, [pieces.hypothesis])]
 
-    def score(self, task: BatchTask, send: Send) -> list[Result]:
+    def score(self, task: BatchTask) -> list[Result]:
         """Log-probabilities of given targets, as in `regard score`."""
         pairs = [Example(x["source"], x["target"], x.get("features")) for x in task.inputs]
-        scored = score(self.runs[task.run], pairs, Options.of(**task.settings))
+        scored = score(self.runs[task.run], pairs, task.decoding())
         return [score_json(pair, each) for pair, each in zip(pairs, scored, strict=True)]
 
-    def classify(self, task: BatchTask, send: Send) -> list[Result]:
+    def classify(self, task: BatchTask) -> list[Result]:
         """The labels of texts."""
         texts = [Example(x["source"], features=x.get("features")) for x in task.inputs]
-        options = Options.of(**task.settings)
+        options = task.decoding()
         labels = classify(self.runs[task.run], texts, options.batch_tokens, options.max_source)
         return [label_json(text.source, label) for text, label in zip(texts, labels, strict=True)]
 
-    def embed(self, task: BatchTask, send: Send) -> list[Result]:
+    def embed(self, task: BatchTask) -> list[Result]:
         """Vectors of texts; a truncated text has a flag."""
         sources = [item["source"] for item in task.inputs]
         normalize = task.settings.get("normalize", True)
@@ -169,7 +169,7 @@ class Answerer:
             results[index]["flags"] = {"truncated": truncation({0: tokens}, limit)}
         return results
 
-    def inspect(self, task: BatchTask, send: Send) -> list[Result]:
+    def inspect(self, task: BatchTask) -> list[Result]:
         """The attention page of each example, as HTML."""
         run = self.runs[task.run]
         results = []
@@ -217,49 +217,26 @@ class Answerer:
         loaded = self.runs[run]
         if name == "ctranslate2" and loaded.task.seq2seq:
             with suppress(UserError):  # what it does not support is decoded with torch
-                return self._open_translator(run, options)
+                quantized = options.model_copy(update={"precision": self.precision})
+                translator = self._translators.get(run)
+                engine = CTranslate2Engine(loaded, quantized, self.slots, translator=translator)
+                self._translators[run] = engine.translator
+                return engine
         precision = {"precision": self.precision} if self.precision in ENGINES["torch"].precisions else {}
         return open_engine([loaded], options.model_copy(update=precision), workers=1)
-
-    def _open_translator(self, run: str, options: Options) -> Engine:
-        options = options.model_copy(update={"precision": self.precision})
-        translator = self._translators.get(run)
-        engine = CTranslate2Engine(self.runs[run], options, self.slots, translator=translator)
-        self._translators[run] = engine.translator
-        return engine
-
-
-KINDS: dict[str, Callable[[Answerer, BatchTask, Send], list[Result]]] = {
-    kind: getattr(Answerer, kind)
-    for kind in ("generate", "translate", "stream", "score", "classify", "embed", "inspect")
-}
-
-
-def _failure(error: Exception, path: Path, name: str) -> Result:
-    """The error of a failed input, without paths of this machine; only mistakes of the user are explained."""
-    if isinstance(error, UserError):
-        return {"error": str(error).replace(str(path), name), "status": 422}
-    traceback.print_exception(error)
-    return {"error": "an error in the server; its log has the details", "status": 500}
 
 
 def describe(name: str, run: Run) -> Result:
     """The facts of a run that a server publishes."""
+    kinds = [kind for kind in run.task.answers if kind != "generate" or run.config.predicts_tokens]
     return {
         "name": name,
         "task": run.task.name,
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "labels": list(run.labels),
         "features": "features" in run.codec.columns,
-        "kinds": kinds_of(run),
+        "kinds": [] if run.task.reads == "images" else kinds,  # requests contain text only
     }
-
-
-def kinds_of(run: Run) -> list[str]:
-    """The kinds of requests that a run answers."""
-    if run.task.reads == "images":  # requests contain text only
-        return []
-    return [kind for kind in run.task.answers if kind != "generate" or run.config.predicts_tokens]
 
 
 # Engines
@@ -290,16 +267,16 @@ def open_engine(
         return CTranslate2Engine.open(runs, options, scores, workers, threads)
     torch_engine = TorchEngine(runs, options)
     device = torch_engine.scorer.device
-    count = workers
-    if count is None:
-        count = cores() if is_small(runs) and device.type == "cpu" and threads is None else 1
-    if count == 1:
+    pays_off = is_small(runs) and device.type == "cpu" and threads is None
+    if workers == 1 or (workers is None and not pays_off):
         return torch_engine
     if device.type != "cpu":
-        raise UserError(f"workers: {count} processes share the cores of a CPU; on {device} use 1")
-    if threads is None:
-        torch.set_num_threads(max(1, cores() // count))
-    return WorkerPool(torch_engine, count, always=workers is not None)
+        raise UserError(f"workers: {workers} processes share the cores of a CPU; on {device} use 1")
+    if workers is None:
+        torch.set_num_threads(1)
+    elif threads is None:
+        torch.set_num_threads(max(1, cores() // workers))
+    return WorkerPool(torch_engine, workers, always=workers is not None)
 
 
 def is_small(runs: Iterable[Run]) -> bool:

@@ -22,7 +22,7 @@ NAN = float("nan")
     [
         ({"beam": 0}, "beam: input should be greater than or equal to 1, not 0"),
         ({"beam": -3}, "beam"),
-        ({"beam": 10**9}, "beam: at most 10000"),
+        ({"beam": 10**9}, "beam: input should be less than or equal to 10000"),
         ({"beam": 2.5}, "beam"),
         ({"nbest": 0}, "nbest"),
         ({"nbest": 3}, "nbest 3 needs a beam at least as wide, not 1"),

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from regard.answers import open_engine
-from regard.cli.lines import announce_data
+from regard.cli.lines import announce_data, usable_here
 from regard.cli.options import (
     Device,
     EngineOption,
@@ -27,7 +27,6 @@ from regard.cli.options import (
     open_runs,
     option_name,
     parse_decoding,
-    usable_here,
     with_options,
 )
 from regard.cli.output import message, out, out_json, print_table

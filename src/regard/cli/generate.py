@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -20,7 +21,9 @@ from regard.cli.options import (
     Workers,
     chosen_options,
     decoding_options,
+    open_runs,
     option_name,
+    parse_decoding,
     with_options,
 )
 from regard.cli.output import flush, message, out_json
@@ -79,9 +82,13 @@ def command(
     """
     paths = (run, *(ensemble or ()))
     request = GenerateJob(paths, file, options, engine, workers, threads, device, jsonl, json, prefix_column)
-    job = _local_job(request, out, ray, stream)
-    parsed, engine_name = job.decoding()
-    runs = job.load()
+    job = replace(request, workers=1) if stream else request  # the work of this process
+    if out is not None or ray is not None or "WORLD_SIZE" in os.environ:
+        from regard.cli.sharded import check_output  # few commands write shards
+
+        job = check_output(job, out, ray, stream)
+    parsed, engine_name = parse_decoding(options, engine)
+    runs = open_runs(paths, job.device, threads)
     task = runs[0].task
     if task.options is not None:
         others = chosen_options(
@@ -99,32 +106,20 @@ def command(
             raise UserError(f"--stream: one process decodes one line after the other; leave out --workers {workers}")
         check_engine(engine_name, parsed, stream=True, show=option_name)
         check_streaming(parsed, option_name)
-    with LineAnswerer(job, runs, parsed, engine_name) as answerer:
+    with closing(LineAnswerer(job, runs, parsed, engine_name)) as answerer:
         lines = answerer.lines()
         if stream:
             _stream(answerer, lines)
         elif out is not None:
-            from regard.cli.sharded import write_shards  # most outputs are printed
+            from regard.cli.sharded import write_shards
 
             write_shards(request, answerer, lines, out, ray)
         else:
             for batch in lines.batches(answerer.options.window):
-                for text in answerer.answer(lines, batch):
-                    write(text)
+                write(answerer.answer(lines, batch), end="")
                 flush()
     for remark in lines.remarks():
         message(remark)
-
-
-def _local_job(job: GenerateJob, out: str | None, ray: str | None, stream: bool) -> GenerateJob:
-    """The part of a job for this process."""
-    if stream:
-        job = replace(job, workers=1)
-    if out is None and ray is None and "WORLD_SIZE" not in os.environ:
-        return job
-    from regard.cli.sharded import check_output  # few commands write shards
-
-    return check_output(job, out, ray, stream)
 
 
 def _stream(answerer: LineAnswerer, lines: InputLines) -> None:

@@ -7,17 +7,7 @@ from typing import Annotated
 import typer
 
 from regard.cli.lines import announce_data
-from regard.cli.options import (
-    Columns,
-    Device,
-    Json,
-    OneThread,
-    RunPath,
-    Strict,
-    Target,
-    open_runs,
-    pairs_of,
-)
+from regard.cli.options import Columns, Device, Json, OneThread, RunPath, Strict, Target, open_runs, pairs_of
 from regard.cli.output import message, out_json, print_table
 from regard.data.reader import LineCounter
 from regard.decode.alignment import read_links, save_heads

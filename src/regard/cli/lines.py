@@ -8,16 +8,17 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from queue import Empty, Queue
+from queue import Queue
 from stat import S_ISREG
 from threading import Thread
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from regard.answers import generation_json, label_json, open_engine
+import torch
+
+from regard.answers import generation_json, label_json, open_engine, usable_options
 from regard.batch import windows
 from regard.cli import READER
-from regard.cli.options import open_runs, parse_decoding, usable_here
 from regard.cli.output import json_line, message
 from regard.data.reader import (
     BAD_REQUEST,
@@ -40,7 +41,7 @@ from regard.decode.engine import Engine
 from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis, empty_hypothesis
 from regard.decode.request import ANSWER_KEYS, EngineName, Options, Request, parse_request
 from regard.decode.sharded_output import Counts
-from regard.errors import UserError, plural
+from regard.errors import UserError
 from regard.files import json_object
 from regard.run import Run
 from regard.tasks import Reads
@@ -80,7 +81,6 @@ def columns_in_words(names: Sequence[str], words: Mapping[str, str] = COLUMN_WOR
 class InputLine(NamedTuple):
     """A line as a request; a bad line has an empty request and an error."""
 
-    location: str
     number: int
     request: Request
     extra: Mapping[str, Any] = MappingProxyType({})  # keys of a JSON line that are not part of a request
@@ -125,7 +125,7 @@ class InputLines:
         """Count a line whose output is empty or degenerate, as its flags say."""
         for name, reason in (("too_long", TOO_LONG), ("unsatisfied", UNMET), ("out_of_memory", NO_MEMORY)):
             if name in flags:
-                self.counter.skip(reason, line.location, flags[name], tell=True)
+                self.counter.skip(reason, self._location(line), flags[name], tell=True)
         self.degenerate += any(name in flags for name in DEGENERATE)
 
     def remarks(self) -> list[str]:
@@ -136,42 +136,42 @@ class InputLines:
         if self.targets_ignored:
             lines = "line has" if self.targets_ignored == 1 else "lines have"
             remarks.append(f"{self.targets_ignored:,} {lines} a target column, which was ignored")
-        if self.unknown:
+        if self.unknown.total:
             remarks.append(self.unknown.summary())
         if self.degenerate > MANY_DEGENERATE * self.counter.read:
-            share = f"{self.degenerate:,} of {plural(self.counter.read, 'output')}"
+            share = f"{self.degenerate:,} of {self.counter.read:,} outputs"
             remarks.append(f"{share} repeat tokens or are far too long or short: too little training?")
         return remarks
 
+    def _location(self, line: Line | InputLine) -> str:
+        return f"{shown(self.path)}:{line.number}"
+
     def _read(self, line: Line) -> InputLine:
         self.counter.read += 1
-        location = f"{shown(self.path)}:{line.number}"
         if line.problem:
-            return self._bad(line, location, line.problem)
-        return self._from_json(line, location) if self.jsonl else self._from_columns(line, location)
+            return self._bad(line, line.problem)
+        return self._from_json(line) if self.jsonl else self._from_columns(line)
 
     def _bad(
-        self, line: Line, location: str, reason: str, detail: str = "", source: str = "", extra: Mapping[str, Any] = {}
+        self, line: Line, reason: str, detail: str = "", source: str = "", extra: Mapping[str, Any] = {}
     ) -> InputLine:
-        self.counter.skip(reason, location, detail, tell=bool(detail))
-        return InputLine(location, line.number, Request(source), extra, detail or reason)
+        self.counter.skip(reason, self._location(line), detail, tell=bool(detail))
+        return InputLine(line.number, Request(source), extra, detail or reason)
 
-    def _from_columns(self, line: Line, location: str) -> InputLine:
+    def _from_columns(self, line: Line) -> InputLine:
         cells = line.text.split("\t")
         prefix = cells.pop() if self._prefix_column and len(cells) > 1 else ""
         if self._prompts:  # a prompt may contain tabs
-            return InputLine(location, line.number, Request("\t".join(cells), None, prefix))
+            return InputLine(line.number, Request("\t".join(cells), None, prefix))
         if len(cells) == len(self._names) + 1 and self._target_at is not None:
             del cells[self._target_at]
             self.targets_ignored += 1
         if len(cells) != len(self._names):
-            if line.text.strip():
-                return self._bad(line, location, COLUMNS)
-            return InputLine(location, line.number, Request(""))
+            return self._bad(line, COLUMNS) if line.text.strip() else InputLine(line.number, Request(""))
         row = dict(zip(self._names, cells, strict=True))
-        return InputLine(location, line.number, Request(row["source"], row.get("features"), prefix))
+        return InputLine(line.number, Request(row["source"], row.get("features"), prefix))
 
-    def _from_json(self, line: Line, location: str) -> InputLine:
+    def _from_json(self, line: Line) -> InputLine:
         data: dict[str, Any] = {}
         extra: dict[str, Any] = {}
         try:
@@ -182,8 +182,8 @@ class InputLines:
                 raise UserError("features: is required, since the run was trained with features")
         except UserError as error:
             source = data.get("source")
-            return self._bad(line, location, BAD_REQUEST, str(error), source if isinstance(source, str) else "", extra)
-        return InputLine(location, line.number, request, extra)
+            return self._bad(line, BAD_REQUEST, str(error), source if isinstance(source, str) else "", extra)
+        return InputLine(line.number, request, extra)
 
 
 def _is_file(path: str) -> bool:
@@ -197,40 +197,29 @@ def _is_file(path: str) -> bool:
         return True
 
 
-class _End(NamedTuple):
-    error: BaseException | None
-
-
 def _available(lines: Iterator[Line], count: int) -> Iterator[list[Line]]:
     """The lines that have arrived, up to `count` at a time; a thread reads ahead while the model works."""
-    waiting: Queue[Line | _End] = Queue(maxsize=count)
+    waiting: Queue[Line | BaseException | None] = Queue(maxsize=count)  # None is the end
 
     def read() -> None:
         try:
             for line in lines:
                 waiting.put(line)
-            waiting.put(_End(None))
+            waiting.put(None)
         except BaseException as error:  # raised by the consumer
-            waiting.put(_End(error))
+            waiting.put(error)
 
     Thread(target=read, daemon=True, name=READER).start()
-    end = None
-    while end is None:
-        batch: list[Line] = []
-        item = waiting.get()
-        while isinstance(item, Line):
+    item = waiting.get()
+    while isinstance(item, Line):
+        batch = [item]
+        while len(batch) < count and not waiting.empty() and isinstance(item := waiting.get(), Line):
             batch.append(item)
-            if len(batch) == count:
-                break
-            try:
-                item = waiting.get_nowait()
-            except Empty:
-                break
-        end = item if isinstance(item, _End) else None
-        if batch:
-            yield batch
-    if end.error is not None:
-        raise end.error
+        yield batch
+        if isinstance(item, Line):
+            item = waiting.get()
+    if item is not None:
+        raise item
 
 
 # Answers
@@ -252,30 +241,9 @@ class GenerateJob:
     prefix_column: bool = False
     path: str = ""  # of the file, from another directory
 
-    def decoding(self) -> tuple[Options, EngineName]:
-        """The checked options and the engine."""
-        return parse_decoding(self.options, self.engine)
-
-    def load(self) -> list[Run]:
-        return open_runs(list(self.runs), self.device, self.threads)
-
-    def open(self) -> LineAnswerer:
-        """Load the runs and open their engine."""
-        return LineAnswerer(self, self.load(), *self.decoding())
-
-    def lines(self, run: Run) -> InputLines:
-        """A new reader of the file, with its own counts."""
-        task = run.task
-        prompts = task.reads == "text" and not task.seq2seq
-        lines = InputLines(self.path or self.file, run.codec, self.prefix_column, prompts, self.jsonl)
-        lines.path = self.file  # the path in messages
-        if task.request_fields is not None:
-            lines.fields = [name for name in lines.fields if name in task.request_fields]
-        return lines
-
 
 class LineAnswerer:
-    """Answers the lines of a job: requests in, lines of output out. A context manager that closes the engine."""
+    """Answers the lines of a job: requests in, lines of output out."""
 
     def __init__(self, job: GenerateJob, runs: Sequence[Run], options: Options, engine: EngineName) -> None:
         self.job = job
@@ -295,16 +263,25 @@ class LineAnswerer:
 
     def lines(self) -> InputLines:
         """A new reader of the file, with its own counts."""
-        return self.job.lines(self.run)
+        job = self.job
+        task = self.run.task
+        prompts = task.reads == "text" and not task.seq2seq
+        lines = InputLines(job.path or job.file, self.run.codec, job.prefix_column, prompts, job.jsonl)
+        lines.path = job.file  # the path in messages
+        if task.request_fields is not None:
+            lines.fields = [name for name in lines.fields if name in task.request_fields]
+        return lines
 
-    def answer(self, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
-        """The lines of output for a batch of `lines`, which counts unusable lines."""
-        return self._label(lines, batch) if self.engine is None else self._decode(self.engine, lines, batch)
+    def answer(self, lines: InputLines, batch: Sequence[InputLine]) -> str:
+        """The output for a batch of `lines`, which counts unusable lines."""
+        answers = self._label(lines, batch) if self.engine is None else self._decode(self.engine, lines, batch)
+        return "".join(f"{line}\n" for line in answers)
 
     def _decode(self, engine: Engine, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
         inputs = engine.prepare([line.request for line in batch if not line.error])
         for item in inputs:
-            lines.unknown.count(item.unknown)
+            if item.unknown:
+                lines.unknown.count(item.unknown)
         answers = iter(engine.decode(inputs))
         for line in batch:
             hypotheses = [empty_hypothesis({"error": line.error})] if line.error else next(answers)
@@ -346,21 +323,29 @@ class LineAnswerer:
             yield one_line(hypotheses[0].text) + links(hypotheses[0])
 
     def _json(self, line: InputLine, answer: Mapping[str, Any]) -> str:
-        error = {"error": f"{line.location}: {line.error}"} if line.error else {}
+        error = {"error": f"{shown(self.job.file)}:{line.number}: {line.error}"} if line.error else {}
         return json_line({**line.extra, **answer, **error})
 
     def shard(self, lines: Iterable[Line]) -> tuple[Counts, str]:
         """The counts and the output of the lines of a shard."""
         reader = self.lines()
-        output = "".join(f"{line}\n" for line in self.answer(reader, reader.parse(lines)))
+        output = self.answer(reader, reader.parse(lines))
         return counts_of(reader), output
 
-    def __enter__(self) -> LineAnswerer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Release the engine."""
         if self.engine is not None:
             self.engine.close()
+
+
+def usable_here(options: Options, device: torch.device) -> Options:
+    """The options with a precision that works on the device; a message warns that outputs may differ with it."""
+    if options.precision == "fp32":
+        return options
+    usable = usable_options(options, device, message)
+    if usable.precision != "fp32":
+        message(f"precision: {usable.precision}: faster, but outputs and scores may differ from those in fp32")
+    return usable
 
 
 def links(hypothesis: Hypothesis) -> str:

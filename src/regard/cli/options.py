@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
@@ -13,7 +13,7 @@ import torch
 import typer
 from pydantic import BaseModel
 
-from regard.answers import is_small, usable_options
+from regard.answers import is_small
 from regard.cli.output import message
 from regard.config import parse
 from regard.data.reader import Source
@@ -66,8 +66,7 @@ Ensemble = Annotated[
     typer.Option("--ensemble", metavar="RUN", help="Another run to decode with. Repeatable.", rich_help_panel=SEARCH),
 ]
 PrefixColumn = Annotated[
-    bool,
-    typer.Option("--prefix-column", help="The last column is the prefix of the output.", rich_help_panel=STEERING),
+    bool, typer.Option("--prefix-column", help="The last column is the prefix of the output.", rich_help_panel=STEERING)
 ]
 EngineOption = Annotated[
     str | None,
@@ -183,7 +182,7 @@ def parse_decoding(values: Mapping[str, Any], engine: str | None) -> tuple[Optio
     options = dict(values)
     if "alignment_heads" in options:
         options["alignment_heads"] = [_head(text) for text in options["alignment_heads"]]
-    return Options.of(**options), cast(EngineName, engine or "torch")
+    return parse(Options, options, "options"), cast(EngineName, engine or "torch")
 
 
 def _head(text: str) -> tuple[int, int]:
@@ -194,20 +193,10 @@ def _head(text: str) -> tuple[int, int]:
     return int(layer) - 1, int(head) - 1
 
 
-def usable_here(options: Options, device: torch.device) -> Options:
-    """The options with a precision that works on the device; a message warns that outputs may differ with it."""
-    if options.precision == "fp32":
-        return options
-    usable = usable_options(options, device, message)
-    if usable.precision != "fp32":
-        message(f"precision: {usable.precision}: faster, but outputs and scores may differ from those in fp32")
-    return usable
-
-
 # Runs and their data
 
 
-def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None) -> list[Run]:
+def open_runs(paths: Sequence[str], device: str = "cpu", threads: int | None = None) -> list[Run]:
     """Load runs onto a device and set the number of threads; small models are fastest with one."""
     tune_allocator()
     run_device = choose_device(device)

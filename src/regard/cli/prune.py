@@ -27,8 +27,7 @@ def command(
     run: RunPath,
     new: Annotated[str, typer.Argument(metavar="OUT", help="The run directory to write.")],
     data: Annotated[
-        str,
-        typer.Option(metavar="DATA", help="Data to rank heads and tune on: pairs (TSV), text or images (.npz)."),
+        str, typer.Option(metavar="DATA", help="Data to rank heads and tune on: pairs (TSV), text or images (.npz).")
     ],
     target: Target = None,
     columns: Columns = None,

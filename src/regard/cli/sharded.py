@@ -16,7 +16,7 @@ import typer
 
 from regard import __version__
 from regard.cli.lines import GenerateJob, InputLines, LineAnswerer, add_counts
-from regard.cli.options import option_name
+from regard.cli.options import open_runs, option_name, parse_decoding
 from regard.cli.output import message
 from regard.decode.request import check_engine
 from regard.decode.sharded_output import Answer, ShardDirectory, answer_on_ray
@@ -37,7 +37,7 @@ def check_output(job: GenerateJob, out: str | None, ray: str | None, stream: boo
         return job
     if stream:
         raise UserError("--stream: cannot be combined with --out, which writes whole outputs")
-    options, engine = job.decoding()
+    options, engine = parse_decoding(job.options, job.engine)
     check_engine(engine, options, shards=True, show=option_name)
     if ray is not None:
         if _has_launcher():
@@ -61,7 +61,7 @@ def _has_launcher() -> bool:
 def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, out: str, ray: str | None) -> None:
     """Write the missing shards of a job's output, and add the counts of all lines to `lines`."""
     path = Path(out).resolve()
-    begin = partial(ShardDirectory.begin, path, asked.file, answerer.options.window, _identity(asked, answerer))
+    begin = partial(ShardDirectory.begin, path, asked.file, answerer.options.window, _identity(asked))
     with ExitStack() as stack:
         if _has_launcher():
             directory, rank, ranks = _begin_together(stack, begin, path)
@@ -113,16 +113,18 @@ def _over_ray(asked: GenerateJob, directory: ShardDirectory, address: str) -> No
 
 
 def _open_answer(job: GenerateJob) -> Answer:
-    return job.open().shard
+    runs = open_runs(job.runs, job.device, job.threads)
+    return LineAnswerer(job, runs, *parse_decoding(job.options, job.engine)).shard
 
 
-def _identity(asked: GenerateJob, answerer: LineAnswerer) -> dict[str, Any]:
+def _identity(asked: GenerateJob) -> dict[str, Any]:
     """Everything that the output depends on, except the input."""
+    options, engine = parse_decoding(asked.options, asked.engine)
     return {
         "regard": __version__,
         "runs": [_digest(Path(run)) for run in asked.runs],
-        "options": asked.decoding()[0].model_dump(mode="json"),
-        "engine": asked.decoding()[1],
+        "options": options.model_dump(mode="json"),
+        "engine": engine,
         "precision": asked.options.get("precision", "fp32"),
         "device": asked.device.partition(":")[0],
         "file": asked.file,

@@ -40,6 +40,7 @@ from regard.device import tune_allocator
 from regard.errors import UserError
 from regard.parallel import children
 from regard.parallel.children import Child, ChildDied
+from regard.parallel.cores import cores
 from regard.parallel.messages import Channel, Message
 from regard.run import Run
 from regard.text.tokenizer import PARALLELISM_VARIABLE
@@ -176,11 +177,12 @@ class WorkerPool(Engine):
     process at least twice as long as starting the children. This process decodes while the children start.
     """
 
-    def __init__(self, engine: TorchEngine, workers: int, always: bool = False) -> None:
+    def __init__(self, engine: TorchEngine, workers: int | None = None, always: bool = False) -> None:
+        """Without `workers` there is one per core."""
         self.engine = engine
         self.options = engine.options
         self.preparer = engine.preparer
-        self.max_children = workers - 1
+        self.workers = workers
         self.always = always
         self.children: list[Child] = []
         self._loading: list[Child] = []  # spawned children that have not answered yet
@@ -222,7 +224,10 @@ class WorkerPool(Engine):
 
     def _has_children(self, batches: int, tokens: int) -> bool:
         """Whether children are ready to share these batches; starts some if that pays off."""
-        count = min(self.max_children, batches - 1) - len(self.children)  # one batch is for this process
+        if batches == 1:
+            return False
+        self.workers = self.workers or cores()
+        count = min(self.workers, batches) - 1 - len(self.children)  # one batch is for this process
         if count > 0:
             fork = can_fork()
             start_seconds = FORK_SECONDS if fork else self._spawn_seconds
@@ -232,7 +237,7 @@ class WorkerPool(Engine):
         for child in [child for child in self._loading if child.channel.readable]:
             child.answer()
             self._loading.remove(child)
-        return batches > 1 and bool(self.children) and not self._loading
+        return bool(self.children) and not self._loading
 
     def _start_child(self, fork: bool) -> None:
         name = f"decoding process {len(self.children) + 2}"  # this process is the first

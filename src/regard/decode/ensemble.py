@@ -38,7 +38,7 @@ class Scorer:
         total = math.fsum(weights)
         self.weights = [weight / total for weight in weights] or [1 / len(models)] * len(models)
         config = self.models[0].config
-        self.continues = self.models[0].decoder_only  # the output continues the source
+        self.continues = config.encoder is None  # the output continues the source
         self.eos = config.ids.eos
         self.vocab = config.target_vocab
         self.device = self.models[0].device

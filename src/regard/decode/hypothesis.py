@@ -210,9 +210,9 @@ def output_flags(ids: Sequence[int], source: int, token_scores: Sequence[float])
     length = len(ids)
     if loop := longest_loop(ids):
         size, turns = loop
-        flags["repetition"] = f"{plural(size, 'token')} repeated {turns} times in a row"
+        flags["repetition"] = f"{size} token{'s' * (size > 1)} repeated {turns} times in a row"
     if source and length / source > MAX_LENGTH_RATIO and length > MIN_RATIO_TOKENS:
-        flags["length_ratio"] = f"{plural(length, 'token')} for a source of {source:,}"
+        flags["length_ratio"] = f"{length:,} tokens for a source of {source:,}"
     elif source >= MIN_RATIO_TOKENS and length / source < MIN_LENGTH_RATIO:
         flags["length_ratio"] = f"only {plural(length, 'token')} for a source of {source:,}"
     mean = sum(token_scores) / max(1, len(token_scores))

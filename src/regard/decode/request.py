@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from regard.config import Count, Problem, Value, explain, parse
 from regard.errors import UserError
@@ -22,6 +22,8 @@ Utility = Literal["chrf", "bleu", "edit", "exact"]
 HeadIndex = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # layer, head
 Phrase = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(gt=0)]
+MAX_HYPOTHESES = 10_000
+Hypotheses = Annotated[int, Field(ge=1, le=MAX_HYPOTHESES, strict=True)]
 
 
 def _not_one_text(value: Any) -> Any:
@@ -41,11 +43,14 @@ class Options(Value):
     """
 
     # strategy: greedy search by default
-    beam: Count = option(1, "Beam width; 1 is greedy search.")
-    nbest: Count = option(1, "Outputs per line.")
+    beam: Hypotheses = option(1, "Beam width; 1 is greedy search.")
+    nbest: Hypotheses = option(1, "Outputs per line.")
     sample: bool = option(False, "Sample tokens instead of searching for the best output.")
     mbr: int = option(
-        0, "Pick the candidate with the highest expected utility among N: samples, or the n-best of a beam.", ge=0
+        0,
+        "Pick the candidate with the highest expected utility among N: samples, or the n-best of a beam.",
+        ge=0,
+        le=MAX_HYPOTHESES,
     )
     utility: Utility = option("chrf", "Utility of --mbr: chrf, bleu, edit or exact.")
     weights: tuple[Weight, ...] = option((), "Weights of RUN and each --ensemble. (default: equal)", metavar="W,W,...")
@@ -53,7 +58,7 @@ class Options(Value):
     # beam search
     length_penalty: float = option(1.0, "Rank hypotheses by score / length ** PENALTY.", ge=0)
     coverage_penalty: float = option(0.0, "Penalise hypotheses that leave source tokens unattended.", ge=0)
-    groups: Count = option(1, "Diverse beam search: number of groups that avoid each other's tokens.")
+    groups: Hypotheses = option(1, "Diverse beam search: number of groups that avoid each other's tokens.")
     diversity: float = option(0.5, "Penalty for a token that an earlier group chose at the same step.", ge=0)
     exact: bool = option(False, "Search until no open hypothesis can beat the best finished one.")
 
@@ -98,13 +103,6 @@ class Options(Value):
     precision: Precision = option(
         "fp32", "bf16: faster on processors that support it, less exact scores. int8: engine ctranslate2 only."
     )
-
-    @field_validator("beam", "nbest", "mbr", "groups")
-    @classmethod
-    def _not_too_many(cls, count: int) -> int:
-        if count > 10_000:
-            raise ValueError(f"at most 10000, not {count}")
-        return count
 
     def problems(self) -> Iterator[Problem]:
         yield self.beam % self.groups, f"beam {self.beam} is not a multiple of groups {self.groups}"
@@ -160,15 +158,15 @@ class Options(Value):
 class OptionSettings(TypedDict, total=False):
     """The fields of Options as keyword arguments, for editors and type checkers."""
 
-    beam: Count
-    nbest: Count
+    beam: Hypotheses
+    nbest: Hypotheses
     sample: bool
     mbr: int
     utility: Utility
     weights: tuple[Weight, ...]
     length_penalty: float
     coverage_penalty: float
-    groups: Count
+    groups: Hypotheses
     diversity: float
     exact: bool
     temperature: float

@@ -53,7 +53,7 @@ class Preparer:
         self.options = options
         self.config = check_ensemble(runs)
         self.codec = runs[0].codec
-        self.continues = not runs[0].task.seq2seq
+        self.continues = self.config.encoder is None
         self.max_source, self.max_target = (min(limit, max_tokens) for limit in position_limits(runs))
         for name in runs[0].task.excluded_options:
             if getattr(options, name):
@@ -294,7 +294,7 @@ def _overlap(required: Letters, stop: Letters) -> bool:
 
 def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
     """The ids that a run reads: sources, or the prompts of a language model, which have no end token."""
-    if run.task.seq2seq:
+    if run.config.encoder is not None:
         return run.codec.encode_source(examples)
     before, _ = run.config.ids.around(run.config.frame)
     rows = run.codec.target.encode([example.source for example in examples])
@@ -328,7 +328,7 @@ def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
     """
     stacks = [run.config.stacks for run in runs]
     decoder = min(stack["decoder"].max_positions or UNBOUNDED for stack in stacks)
-    if not runs[0].task.seq2seq:
+    if runs[0].config.encoder is None:
         return decoder - 1, decoder
     return min(stack["encoder"].max_positions or UNBOUNDED for stack in stacks) - 1, decoder - 1
 

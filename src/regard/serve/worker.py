@@ -88,9 +88,9 @@ def answer_batches(answerer: Answerer, channel: Channel) -> None:
             body = read_body(message)
             if "cancel" in body:  # the batch has been answered in the meantime
                 continue
-            task = BatchTask(**body, cancelled=lambda: channel.readable)
+            task = BatchTask(**body, cancelled=lambda: channel.readable, send=send)
             try:
-                results: list[Result] | None = answerer.answer(task, send)
+                results: list[Result] | None = answerer.answer(task)
             except Cancelled:
                 results = None
             send({"results": results})

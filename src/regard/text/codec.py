@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -201,13 +202,13 @@ def split_features(features: str, separator: str) -> list[str]:
 MAX_DISTINCT = 10_000  # further unknown tokens are counted only in total
 
 
+@dataclass
 class UnknownTokens:
     """Counts unknown tokens line by line, and summarises them in one sentence."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.total = 0
-        self.texts = 0  # with unknown tokens
+    counts: Counter[str] = field(default_factory=Counter)
+    total: int = 0
+    texts: int = 0  # with unknown tokens
 
     def add(self, tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
         """Count the unknown tokens of texts with these ids."""
