@@ -238,11 +238,6 @@ def update_manifest(directory: Path, names: Iterable[str]) -> None:
     _write(directory, {n: e for n, e in _entries(directory).items() if (directory / n).is_file()} | files)
 
 
-def accept_files(directory: Path, names: Iterable[str]) -> None:
-    """Measure files, and all files with an entry, and write their entries."""
-    update_manifest(directory, {*names, *_entries(directory)})
-
-
 @contextmanager
 def rewriting(directory: Path, *names: str) -> Iterator[None]:
     """Update the entries of files that are written inside the context.

@@ -21,7 +21,6 @@ from regard.config import Config, Count, Id, Stack, Value, parse
 from regard.errors import UserError, plural
 from regard.files import (
     MANIFEST,
-    accept_files,
     changed_files,
     read_json,
     read_manifest,
@@ -206,11 +205,13 @@ def verify_run(path: Path) -> str:
 def accept_run(path: Path) -> str:
     """Record the files of a run as they are now -> a message."""
     read_config(path)
+    names = [*READ, RECIPE, CHAT_TEMPLATE]
     try:
+        names += read_manifest(path).files
         changes = changed_files(path, verify=True)
     except UserError as error:
         changes = [str(error)]
-    accept_files(path, (*READ, RECIPE, CHAT_TEMPLATE))
+    update_manifest(path, names)
     return "\n  ".join([f"{path}: its files are accepted as they are", *changes])
 
 

@@ -1,9 +1,6 @@
-"""Trainable additions to a model: LoRA adapters and head gates. Their weights are saved and averaged like all weights.
+"""Trainable additions to a model: LoRA adapters (Hu et al. 2022) and head gates.
 
-LoRA (Hu et al. 2022): W + (alpha / rank) * up @ down, where only `up` and `down` are trained. An adapted layer keeps
-its weight names, so that adapters can be merged into the weights.
-
-Head gates: L0 regularisation learns which heads are needed (hard concrete gates, Louizos et al. 2018). Each head has
+Head gates learn by L0 regularisation which heads are needed (hard concrete gates, Louizos et al. 2018). Each head has
 one parameter, its log-odds. In training its gate is drawn from a stretched and clipped distribution: it is often
 exactly 0 or 1 and still has a gradient. The expected share of open gates is added to the loss.
 """
@@ -30,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer with a low-rank adapter. A new adapter has no effect: `lora_up` is zero."""
+    """W + (alpha / rank) * up @ down with a frozen W. A new adapter has no effect: `lora_up` is zero."""
 
     def __init__(self, inner: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__(inner.in_features, inner.out_features, bias=False, device="meta")
@@ -45,16 +42,11 @@ class LoraLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, self.lora_down), self.lora_up) * self.scale
 
 
-def adaptable_layers(model: nn.Module, on: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers inside modules with these names, by name."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: module for name, module in layers.items() if set(name.split(".")) & set(on)}
-
-
 def add_adapters(model: nn.Module, rank: int, alpha: float, on: Sequence[str]) -> list[str]:
     """Freeze a model and add adapters to the linear layers inside modules with these names -> their names."""
     model.requires_grad_(False)
-    layers = adaptable_layers(model, on)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = {name: linear for name, linear in linears.items() if set(name.split(".")) & set(on)}
     for name, inner in layers.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, LoraLinear(inner, rank, alpha))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from regard.errors import UserError, require_type, shown_value
 from regard.suggest import closest
@@ -102,9 +101,7 @@ def patch(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
     for pattern, change in changes.items():
         for name, tap in find_taps(model, pattern).items():
             if tap in functions:
-                raise UserError(
-                    f"{name}: matches two patterns, the second is {pattern!r}; each tap can be patched once"
-                )
+                raise UserError(f"{name}: matches two patterns, also {pattern!r}; each tap can be patched once")
             functions[tap] = change
 
     def change_value(tap: Tap, inputs: object, x: Tensor) -> Tensor:
@@ -162,11 +159,7 @@ def record_calls(model: nn.Module) -> Iterator[ForwardCalls]:
 
 @contextmanager
 def _hooked(modules: Iterable[nn.Module], hook: Callable[..., Tensor | None]) -> Iterator[None]:
-    handles: list[RemovableHandle] = []
-    try:
+    with ExitStack() as hooks:
         for module in modules:
-            handles.append(module.register_forward_hook(hook))
+            hooks.enter_context(module.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -31,20 +31,16 @@ class RecurrentEncoder(nn.Module):
         """Encode a whole input; the backward direction starts at the last token before the padding."""
         final = []
         for block in self.blocks:
-            x_BSD, last_BD = _run_bidirectional(block, self.dropout(x_BSD), keep_BS)
-            final.append(last_BD)
+            x_BSD = self.dropout(x_BSD)
+            if keep_BS is None:
+                x_BSD, last = block(x_BSD)
+            else:
+                packed = pack_padded_sequence(x_BSD, keep_BS.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+                out, last = block(packed)
+                x_BSD, _ = pad_packed_sequence(out, batch_first=True, total_length=keep_BS.shape[1])
+            last_2BD = last[0] if isinstance(last, tuple) else last
+            final.append(torch.cat((last_2BD[0], last_2BD[1]), dim=-1))
         return EncoderOutput(x_BSD, keep_BS, tuple(final))
-
-
-def _run_bidirectional(cell: nn.Module, x_BSD: Tensor, keep_BS: Tensor | None) -> tuple[Tensor, Tensor]:
-    if keep_BS is None:
-        x_BSD, last = cell(x_BSD)
-    else:
-        packed = pack_padded_sequence(x_BSD, keep_BS.sum(1).cpu(), batch_first=True, enforce_sorted=False)
-        out, last = cell(packed)
-        x_BSD, _ = pad_packed_sequence(out, batch_first=True, total_length=keep_BS.shape[1])
-    last_2BD = last[0] if isinstance(last, tuple) else last
-    return x_BSD, torch.cat((last_2BD[0], last_2BD[1]), dim=-1)
 
 
 class RecurrentBlock(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,12 +92,13 @@ class Transformer(nn.Module):
         """Run all layers -> the output, and the KV of each layer."""
         cross_mask = state.source and source_mask(state.source, pos_BT, len(x_BTD), self.step_window)
         position = self.position.at(pos_BT)
-        run = run_checkpointed if self.recompute and self.training and torch.is_grad_enabled() else _run_block
+        recompute = self.recompute and self.training and torch.is_grad_enabled()
         layers: list[KV] = []
         for i, block in enumerate(self.blocks):
             past = state.layers[i] if state.layers else None
             source = (state.source.layers[i], cross_mask) if state.source and cross_mask else None
-            x_BTD, kv = run(block, x_BTD, pos_BT, mask, position, past, source)
+            inputs = (x_BTD, pos_BT, mask, position, past, source)
+            x_BTD, kv = run_checkpointed(block, *inputs) if recompute else block(*inputs)
             layers.append(kv)
         return self.norm(x_BTD), layers
 
@@ -127,8 +127,3 @@ class Transformer(nn.Module):
         x_BTD = x_BTD if embedded is None else x_BTD + embedded.to(x_BTD.dtype)
         out: Tensor = self.dropout(self.embed_norm(x_BTD))
         return out
-
-
-def _run_block(block: nn.Module, *inputs: Any) -> tuple[Tensor, KV]:
-    out: tuple[Tensor, KV] = block(*inputs)
-    return out
