@@ -96,9 +96,8 @@ def preset(
     if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"{one_of('preset', str(name), PRESETS)}\n  regard info describes them")
     if changes is not None and not isinstance(changes, dict):
-        raise UserError(
-            f"preset: changes must be a table, such as {{'encoder': {{'layers': 2}}}}, not {shown_value(changes)}"
-        )
+        example = "{'encoder': {'layers': 2}}"
+        raise UserError(f"preset: changes must be a table, such as {example}, not {shown_value(changes)}")
     table = with_changes(PRESETS[name], changes or {})
     for side, size in (("source_vocab", source_vocab), ("target_vocab", target_vocab)):
         size = vocab if size is None else size

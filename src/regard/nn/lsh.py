@@ -38,8 +38,7 @@ class LSHAttention(nn.Module):
     """Multi-head self-attention that compares each query only with keys of similar hashes.
 
     Called like `Attention`. The random rotations of a layer depend only on its seed, so a resumed run hashes like an
-    uninterrupted one. For short sequences and in decoding steps, where hashing saves nothing, attention is exact over
-    all keys. This is the limit of many rounds if a key counts `once`.
+    uninterrupted one. For short sequences and in decoding steps, where hashing saves nothing, attention is exact.
     """
 
     def __init__(self, stack: Stack, index: int = 0) -> None:
