@@ -42,11 +42,16 @@ class LoraLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, self.lora_down), self.lora_up) * self.scale
 
 
+def adaptable_layers(model: nn.Module, on: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers inside modules with these names, by name."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: module for name, module in layers.items() if set(name.split(".")) & set(on)}
+
+
 def add_adapters(model: nn.Module, rank: int, alpha: float, on: Sequence[str]) -> list[str]:
     """Freeze a model and add adapters to the linear layers inside modules with these names -> their names."""
     model.requires_grad_(False)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    layers = {name: linear for name, linear in linears.items() if set(name.split(".")) & set(on)}
+    layers = adaptable_layers(model, on)
     for name, inner in layers.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, LoraLinear(inner, rank, alpha))
