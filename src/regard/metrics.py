@@ -92,11 +92,7 @@ def alternatives(references: References) -> list[tuple[str, ...]]:
 
 
 def measure(
-    name: str,
-    hypotheses: Texts,
-    references: References,
-    samples: int = SAMPLES,
-    settings: MetricSettings = DEFAULTS,
+    name: str, hypotheses: Texts, references: References, samples: int = SAMPLES, settings: MetricSettings = DEFAULTS
 ) -> Measurement:
     """Compute a metric, with an interval from this number of bootstrap samples (0: no interval)."""
     if not references:

@@ -28,15 +28,12 @@ from regard.data.tables import SOURCES, Corpora, LineBlock, Splitter
 from regard.errors import UserError, plural
 from regard.parallel.children import Child, Template, Work, answer_requests, ordered_map
 from regard.parallel.messages import Message, Unpacker, pack
-from regard.recipe import Data
 from regard.text.codec import Codec, Example, TextConfig
 from regard.text.tokenizer import PARALLELISM_VARIABLE, Tokenizer, threads
 
 BLOCK_BYTES = 4 << 20  # approximate size of the text in a block
 MIN_PARALLEL_BYTES = 48 << 20  # child processes take a second to start, so they do not pay for less text
 FORMAT = 3  # of shards
-
-Make = Callable[[Message], Message]
 
 
 class ShardMaker(Protocol):
@@ -140,7 +137,7 @@ class ShardStore:
         self._key = blake2b(json.dumps(settings).encode(), digest_size=16).digest()
         directory.mkdir(parents=True, exist_ok=True)
 
-    def shard(self, make: Make, block: Message) -> tuple[dict[str, Any], Message]:
+    def shard(self, make: Callable[[Message], Message], block: Message) -> tuple[dict[str, Any], Message]:
         """The header of a block, and its shard, which is made unless it is stored already."""
         path = self._directory / f"{_hash(self._key, block)}.shard"
         shard = _load(path)
@@ -269,10 +266,6 @@ class Limits(NamedTuple):
     min_length: int = 1
     max_ratio: float | None = None
 
-    @classmethod
-    def of(cls, data: Data) -> Limits:
-        return cls(data.max_length, data.min_length, data.max_ratio)
-
 
 class Rows(NamedTuple):
     """Examples as ids: the concatenated rows of each side, the lengths of the rows, the positions of the examples."""
@@ -291,17 +284,13 @@ class ExampleEncoder:
         self.codec = codec
         self.limits = limits
         self.labels = tuple(labels)
-        self.dtype = {
-            "source": dtype_for(codec.source_vocab),
-            "target": dtype_for(len(labels) or codec.target_vocab),
-        }
+        self.dtype = {"source": dtype_for(codec.source_vocab), "target": dtype_for(len(labels) or codec.target_vocab)}
         self._source = TextEncoder(codec.source, self.dtype["source"])
         self._target = TextEncoder(codec.target, self.dtype["target"])
         self._label_rows = {label: self._target.pack([number]) for number, label in enumerate(labels)}
         self._around = tuple(self._source.pack(ids) for ids in codec.ids.around(codec.frame))
         self._end = self._target.pack([codec.ids.eos])
         self._is_ours = type(codec.source) is Tokenizer  # a foreign tokenizer may give tokens for an empty text
-        self._features: dict[str, bytes] = {}  # the ids in front of the text, by the features column
 
     def encode(self, examples: Sequence[Located], skip: Skip) -> tuple[Rows, Sequence[int]]:
         """The rows of the examples within the limits, and the indices of these examples; `skip` gets the others."""
@@ -330,20 +319,10 @@ class ExampleEncoder:
         if not self._is_ours:
             return [self._source.pack(row) for row in self.codec.encode_source(examples)]
         before, after = self._around
+        distinct = {example.features or "" for example in examples}
+        starts = {features: before + self._source.pack(self.codec.feature_ids(features)) for features in distinct}
         rows = self._source.encode([example.source for example in examples])
-        return [
-            (self._before(example.features) if example.features else before) + row + after
-            for example, row in zip(examples, rows, strict=True)
-        ]
-
-    def _before(self, features: str) -> bytes:
-        row = self._features.get(features)
-        if row is None:
-            if len(self._features) > MAX_CACHED_WORDS:
-                self._features.clear()
-            (ids,) = self.codec.encode_source([Example("", None, features)])
-            row = self._features[features] = self._source.pack(ids).removesuffix(self._around[1])
-        return row
+        return [starts[example.features or ""] + row + after for example, row in zip(examples, rows, strict=True)]
 
     def _filter(self, sources: Numbers, targets: Numbers, positions: Numbers, skip: Skip) -> Sequence[int]:
         """The indices of the examples within the limits."""
@@ -374,26 +353,12 @@ class ExampleEncoder:
 
 
 class EncodedBlock(NamedTuple):
-    """The shard of a block: rows for training and validation, the validation examples, and the line counts."""
+    """A tokenised block: rows for training and validation, the validation examples, and the line counts."""
 
     train: Rows
     valid: Rows
     examples: list[Example]
     counts: dict[str, Any]
-
-    def message(self) -> Message:
-        parts: list[bytes] = []
-        for rows in (self.train, self.valid):
-            parts += [rows.source, rows.target, *(numbers.tobytes() for numbers in rows[2:])]
-        return Message({"examples": self.examples, "counts": self.counts}, parts)
-
-    @classmethod
-    def of(cls, message: Message) -> EncodedBlock:
-        train, valid = (
-            Rows(source, target, *(np.frombuffer(each, np.int64) for each in numbers))
-            for source, target, *numbers in (message.parts[:5], message.parts[5:])
-        )
-        return cls(train, valid, [Example(*row) for row in message.header["examples"]], message.header["counts"])
 
 
 class BlockEncoder:
@@ -409,19 +374,21 @@ class BlockEncoder:
         """Yield all blocks in order, encoded; see `make_shards` for `path` and `processes`."""
         blocks = map(_block_message, self.corpora.blocks(BLOCK_BYTES))
         for _, shard in make_shards(self, blocks, path, processes, self.corpora.text_size):
-            yield EncodedBlock.of(shard)
+            train, valid = (
+                Rows(source, target, *(np.frombuffer(each, np.int64) for each in numbers))
+                for source, target, *numbers in (shard.parts[:5], shard.parts[5:])
+            )
+            examples = [Example(*row) for row in shard.header["examples"]]
+            yield EncodedBlock(train, valid, examples, shard.header["counts"])
 
     def make(self, block: Message) -> Message:
         *texts, mask = block.parts
         duplicates = np.frombuffer(mask, np.bool_) if block.header["marked"] else None
         lines = LineBlock(block.header["part"], (block.header["first"], tuple(texts)), duplicates)
-        return self.encode(lines).message()
-
-    def encode(self, block: LineBlock) -> EncodedBlock:
         counter = LineCounter(self.strict)
         train: list[Located] = []
         valid: list[Located] = []
-        for located in self.corpora.read_block(block, counter):
+        for located in self.corpora.read_block(lines, counter):
             held_out = self.splitter is not None and self.splitter.held_out(located.example.source)
             (valid if held_out else train).append(located)
         skipped: list[tuple[int, str, str]] = []
@@ -429,7 +396,10 @@ class BlockEncoder:
         valid_rows, indices = self.encoder.encode(valid, lambda *skip: skipped.append(skip))
         for position, reason, detail in sorted(skipped):
             counter.skip(reason, self.corpora.location(position), detail)
-        return EncodedBlock(train_rows, valid_rows, [valid[index].example for index in indices], counter.counts())
+        parts: list[bytes] = []
+        for rows in (train_rows, valid_rows):
+            parts += [rows.source, rows.target, *(numbers.tobytes() for numbers in rows[2:])]
+        return Message({"examples": [valid[index].example for index in indices], "counts": counter.counts()}, parts)
 
     def settings(self) -> dict[str, Any]:
         chosen = sorted(self.splitter.chosen) if self.splitter else None
@@ -447,13 +417,11 @@ class BlockEncoder:
         kinds = {kind.__name__: kind for kind in SOURCES.values()}
         parts = []
         for name, *fields in settings["parts"]:
-            fields = [tuple(field) if isinstance(field, list) else field for field in fields]
-            parts.append(kinds[name](*fields))
+            parts.append(kinds[name](*(tuple(field) if isinstance(field, list) else field for field in fields)))
         corpora = Corpora(tuple(parts), (len(parts),), ())
-        held_out = settings["held_out"]
         splitter = None
-        if held_out is not None:
-            splitter = Splitter((checksum, bytes.fromhex(digest)) for checksum, digest in held_out)
+        if settings["held_out"] is not None:
+            splitter = Splitter((checksum, bytes.fromhex(digest)) for checksum, digest in settings["held_out"])
         encoder = ExampleEncoder(codec, Limits(*settings["limits"]), settings["labels"])
         return cls(corpora, encoder, splitter, settings["strict"])
 

@@ -22,6 +22,7 @@ from regard.errors import UserError, plural, shown_value
 from regard.recipe import Column
 from regard.tasks import Reads
 from regard.text.codec import Example
+from regard.text.tokenizer import SURROGATE
 
 LABELLED = {"text": "source", "label": "target"}  # other names of the columns of labelled texts
 TEXT = ("text", "source")  # names of the column of plain text
@@ -172,10 +173,8 @@ def _values(
 def _text(value: Any, label: bool, what: str, where: str) -> str:
     """A value as text; a missing value is an empty text."""
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{where}: {what} is not text: half a surrogate pair in {shown_value(value)}") from None
+        if SURROGATE.search(value):
+            raise UserError(f"{where}: {what} is not text: half a surrogate pair in {shown_value(value)}")
         return str(value)
     if value is None or (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType"):
         return ""

@@ -135,12 +135,7 @@ def proportions(sizes: Sequence[int], weights: Sequence[float] | None, temperatu
 
 
 def draw(
-    sizes: Sequence[int],
-    shares: Sequence[float],
-    seed: int,
-    epoch: int,
-    part: tuple[int, int] = (0, 1),
-    block: int = 1,
+    sizes: Sequence[int], shares: Sequence[float], seed: int, epoch: int, part: tuple[int, int] = (0, 1), block: int = 1
 ) -> Indices:
     """The examples of an epoch in which each corpus has its share, sum(sizes) in total; or one part of them.
 

@@ -71,7 +71,7 @@ def make_pairs(
         notes.append(f"labels: {few(labels)}")
         valid_examples = _drop_unknown_labels(valid_examples, labels, valid, valid_counter)
 
-    limits = Limits.of(recipe.data)
+    limits = Limits(recipe.data.max_length, recipe.data.min_length, recipe.data.max_ratio)
     encoder = ExampleEncoder(codec, limits, labels)
     # The user's own validation data is not filtered, except for examples that are too long for training.
     valid_encoder = ExampleEncoder(codec, Limits(limits.max_length), labels) if valid else encoder

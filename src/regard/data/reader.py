@@ -184,10 +184,6 @@ def read_chunks(path: str, size: int = 0) -> Iterator[Chunk]:
             first += block.count(b"\n") + 1
 
 
-def _count_lines(chunks: Iterator[Chunk]) -> int:
-    return sum(block.count(b"\n") + 1 for _, (block,) in chunks)
-
-
 def decode_lines(block: bytes, first: int) -> Sequence[str | Line]:
     """The lines of a block whose first line has the number `first`: text, or a Line if it is bad."""
     if first > 1 and b"\r" not in block and len(block) <= MAX_LINE_BYTES:
@@ -410,40 +406,38 @@ class Source(NamedTuple):
         """Yield chunks with the same number of lines of each file."""
         left, right = (read_chunks(path, size) for path in self.paths)
         targets: list[bytes] = []  # read, but not yet in a chunk
-        end = 0  # lines in the chunks before
+        source_count = 0  # lines read
+        target_count = 0  # lines in chunks
         for first, (block,) in left:
             lines = block.count(b"\n") + 1
+            source_count += lines
             while len(targets) < lines and (more := next(right, None)):
                 targets.extend(more[1][0].split(b"\n"))
             if len(targets) < lines:
-                self._refuse_lengths(end + lines + _count_lines(left), end + len(targets))
+                break
             yield first, (block, b"\n".join(targets[:lines]))
             del targets[:lines]
-            end += lines
-        if more_targets := len(targets) + _count_lines(right):
-            self._refuse_lengths(end, end + more_targets)
-
-    def _refuse_lengths(self, sources: int, targets: int) -> None:
-        first, second = self.file_names
-        raise UserError(
-            f"{first} has {plural(sources, 'line')} but {second} has {targets:,};"
-            " parallel files must have the same number of lines"
-        )
+            target_count += lines
+        source_count += sum(map(self.chunk_lines, left))
+        target_count += len(targets) + sum(map(self.chunk_lines, right))
+        if source_count != target_count:
+            raise UserError(
+                f"{self.file_names[0]} has {plural(source_count, 'line')} but {self.file_names[1]} has "
+                f"{target_count:,}; parallel files must have the same number of lines"
+            )
 
     def _parallel(self, chunk: Chunk, counter: LineCounter) -> Iterator[Located]:
         first, blocks = chunk
-        sources, targets = (decode_lines(block, first) for block in blocks)
-        for number, (source, target) in enumerate(zip(sources, targets, strict=True), first):
+        for number, pair in enumerate(zip(*(decode_lines(block, first) for block in blocks), strict=True), first):
             counter.read += 1
-            texts = [line.text if isinstance(line, Line) else line for line in (source, target)]
-            problems = [line.problem if isinstance(line, Line) else None for line in (source, target)]
-            blank = [not text.strip() for text in texts]
-            if problem := problems[0] or problems[1]:
-                counter.skip(problem, self.location(number, int(not problems[0])))
+            source, target = (line if isinstance(line, Line) else Line(number, line) for line in pair)
+            blank = [not line.text.strip() for line in (source, target)]
+            if problem := source.problem or target.problem:
+                counter.skip(problem, self.location(number, int(not source.problem)))
             elif any(blank):
                 counter.skip(BLANK if all(blank) else EMPTY, self.location(number, int(not blank[0])))
             else:
-                yield Located(number, Example(texts[0], texts[1]))
+                yield Located(number, Example(source.text, target.text))
 
     def require(self, counter: LineCounter) -> None:
         """Raise an error with the likely cause if the file has no usable example."""

@@ -35,6 +35,7 @@ from regard.data.reader import (
 from regard.errors import UserError, missing_extra, plural, shown_value
 from regard.recipe import Column
 from regard.suggest import closest
+from regard.text.tokenizer import SURROGATE
 
 Format = Literal["text", "jsonl", "parquet"]
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -57,8 +58,7 @@ def format_of(path: str) -> Format:
 
 def open_table(path: str, columns: tuple[Column, ...], names: Sequence[str] | None) -> Source:
     """The table in a file. `names` are the names of the columns in formats that have names, by default `columns`."""
-    kind = SOURCES[format_of(path)]
-    return kind((path,), columns) if kind is Source else kind((path,), columns, keys=tuple(names or columns))
+    return SOURCES[format_of(path)]((path,), columns, keys=tuple(names or columns))
 
 
 class JsonlSource(Source):
@@ -91,7 +91,7 @@ class JsonlSource(Source):
                 cells[index] = str(cell)  # labels may be numbers
             elif not isinstance(cell, str):
                 return number, [], NOT_TEXT, f"{self.keys[index]} is {shown_value(cell)}"
-            elif not cell.isascii() and not _is_unicode(cell):
+            elif not cell.isascii() and SURROGATE.search(cell):
                 return number, [], NOT_TEXT, f"{self.keys[index]} has half a surrogate pair"
         if not any(key in row for key in self.keys):
             keys = ", ".join(list(row)[:5]) or "none"
@@ -179,15 +179,6 @@ def _pack(batches: list[Any]) -> bytes:
 def _unpack(packed: bytes) -> Iterator[Any]:
     with import_module("pyarrow").ipc.open_stream(packed) as stream:
         yield from stream
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text can be encoded; JSON can name half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # Several files as one data set
@@ -312,14 +303,11 @@ class Corpora:
         """Yield the good examples of a block, without the marked duplicates."""
         examples = self.parts[block.part].read_chunk(block.chunk, counter)
         if block.part == 0 and block.duplicates is None:
-            return examples  # whose positions are the line numbers
-        return self._located(examples, block, counter)
-
-    def _located(self, examples: Iterator[Located], block: LineBlock, counter: LineCounter) -> Iterator[Located]:
-        first = block.chunk[0]
+            yield from examples  # whose positions are the line numbers
+            return
         for number, example in examples:
             position = PART * block.part + number
-            if block.duplicates is not None and block.duplicates[number - first]:
+            if block.duplicates is not None and block.duplicates[number - block.chunk[0]]:
                 counter.skip(DUPLICATE, self.location(position))
             else:
                 yield Located(position, example)
@@ -344,7 +332,18 @@ class Duplicates:
     """
 
     def __init__(self, corpora: Corpora) -> None:
-        hashes, self._begins = _hashes(corpora)
+        packed = bytearray()  # the hash of every line, 0 for bad lines
+        self._begins: list[int] = []  # number of lines before each file
+        for part in corpora.parts:
+            begin = len(packed) // 8
+            self._begins.append(begin)
+            counter = LineCounter()
+            for number, (source, target, features) in part.read(counter):
+                text = "\n".join((source, target or "", features or ""))
+                packed += bytes(8 * (begin + number - 1) - len(packed))
+                packed += blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            packed += bytes(8 * (begin + counter.read) - len(packed))
+        hashes = np.frombuffer(packed, np.uint64)
         self._mask = np.zeros(len(hashes), np.bool_)
         for partition in range(PARTITIONS):
             lines = np.flatnonzero(hashes % PARTITIONS == partition)
@@ -356,21 +355,6 @@ class Duplicates:
         """Marks the duplicates among some lines of a file; the marks of bad lines have no meaning."""
         begin = self._begins[part] + first - 1
         return self._mask[begin : begin + lines]
-
-
-def _hashes(corpora: Corpora) -> tuple[NDArray[np.uint64], list[int]]:
-    """The hash of every line, 0 for bad lines, and the number of lines before each file."""
-    hashes = bytearray()
-    begins: list[int] = []
-    for part in corpora.parts:
-        begins.append(len(hashes) // 8)
-        counter = LineCounter()
-        for number, (source, target, features) in part.read(counter):
-            text = "\n".join((source, target or "", features or ""))
-            hashes += bytes(8 * (begins[-1] + number - 1) - len(hashes))
-            hashes += blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        hashes += bytes(8 * (begins[-1] + counter.read) - len(hashes))
-    return np.frombuffer(hashes, np.uint64), begins
 
 
 # The validation split

@@ -113,11 +113,13 @@ class Codec:
         rows = self.source.encode([example.source for example in examples])
         before, after = self.ids.around(self.frame)
         for row, example in zip(rows, examples, strict=True):
-            if example.features:
-                names = split_features(example.features, self.feature_separator)
-                row[:0] = [self._feature_ids.get(name, self.ids.unk) for name in names]
-            row[:] = [*before, *row, *after]
+            row[:] = [*before, *self.feature_ids(example.features or ""), *row, *after]
         return rows
+
+    def feature_ids(self, features: str) -> list[int]:
+        """The ids of the text of a features column."""
+        names = split_features(features, self.feature_separator)
+        return [self._feature_ids.get(name, self.ids.unk) for name in names]
 
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of target texts, each with the end token."""

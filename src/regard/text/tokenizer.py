@@ -102,6 +102,7 @@ def byte_letters() -> list[str]:
     return [chr(byte if byte in visible else 256 + invisible.index(byte)) for byte in range(256)]
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which Python strings and JSON can contain
 BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
@@ -252,12 +253,12 @@ class Tokenizer:
         with library_errors("the tokenizer cannot split this text"):
             try:
                 encodings: list[Any] = encode(texts, add_special_tokens=False)
-            except TypeError:  # half of a surrogate pair, which Python strings can contain
+            except TypeError:  # half of a surrogate pair
                 encodings = encode([self._clean(text) for text in texts], add_special_tokens=False)
         return encodings
 
     def _clean(self, text: str) -> str:
-        return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
+        return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
     def _numbers(self, encoding: Any) -> list[int]:
         return list(encoding.ids)
