@@ -1,7 +1,6 @@
-"""Tokenisation of whole files: blocks of text become shards, which hold ids as bytes and count the skipped lines.
+"""Tokenisation of whole files, by child processes if they are large: blocks of text become shards of ids as bytes.
 
-Large texts are tokenised by child processes. Until the prepared data is complete, its shards are kept in files, so that
-a preparation that was killed continues where it stopped.
+Until the prepared data is complete, its shards are kept in files, so that a killed preparation continues.
 """
 
 from __future__ import annotations
@@ -39,15 +38,10 @@ FORMAT = 3  # of shards
 class ShardMaker(Protocol):
     """Tokenises blocks. The header of a block says where it comes from; its parts hold the text."""
 
-    def settings(self) -> dict[str, Any]:
-        """Everything besides the block that a shard depends on, as JSON values."""
-
-    def make(self, block: Message) -> Message:
-        """The shard of a block."""
-
+    def settings(self) -> dict[str, Any]: ...  # everything besides the block that a shard depends on, as JSON values
+    def make(self, block: Message) -> Message: ...  # the shard of a block
     @classmethod
-    def restore(cls, settings: dict[str, Any], codec: Codec) -> ShardMaker:
-        """An equal maker, in another process."""
+    def restore(cls, settings: dict[str, Any], codec: Codec) -> ShardMaker: ...  # an equal maker, in another process
 
 
 def shards_of(path: Path) -> Path:
@@ -65,30 +59,25 @@ def codec_settings(codec: Codec) -> dict[str, Any]:
 def make_shards(
     maker: ShardMaker, blocks: Iterable[Message], path: Path, processes: int, size: int
 ) -> Iterator[tuple[dict[str, Any], Message]]:
-    """Yield the header of each block with its shard, in order.
+    """Yield the header of each block with its shard, in order; child processes are used for texts of a large `size`.
 
-    Up to `processes` child processes tokenise if the text has at least MIN_PARALLEL_BYTES; `size` is its size. They
-    load the codec that was saved in `path`. Shards are stored next to it, unless the text is a single block.
+    The processes load the codec that was saved in `path`. Shards are stored next to it, unless there is only one.
     """
     blocks = iter(blocks)
     first = list(islice(blocks, 2))
+    make = threads()(maker.make)
     if len(first) < 2:
-        yield from ((block.header, _make_here(maker, block)) for block in first)
+        yield from ((block.header, make(block)) for block in first)
         return
     name = f"{type(maker).__module__}:{type(maker).__qualname__}"
     settings = {"format": FORMAT, "maker": name, **maker.settings()}
     store = ShardStore(shards_of(path), settings)
     blocks = chain(first, blocks)
     if processes < 2 or size < MIN_PARALLEL_BYTES:
-        yield from map(partial(store.shard, partial(_make_here, maker)), blocks)
+        yield from map(partial(store.shard, make), blocks)
     else:
         processes = min(processes, 1 + size // BLOCK_BYTES)
         yield from _make_in_children(store, {**settings, "codec_at": str(path)}, blocks, processes)
-
-
-def _make_here(maker: ShardMaker, block: Message) -> Message:
-    with threads():
-        return maker.make(block)
 
 
 def _make_in_children(
@@ -99,6 +88,9 @@ def _make_in_children(
     template = Template(f"{__name__}:load_maker", settings, environment, name)
     children: list[Child] = []
 
+    def ask(child: Child, block: Message) -> Message:
+        return child.ask(*block)
+
     def kill() -> None:
         for child in children:
             child.kill()
@@ -106,16 +98,11 @@ def _make_in_children(
     try:
         for _ in range(processes):
             children.append(template.start({}, name))
-        workers = [partial(store.shard, partial(_ask, child)) for child in children]
-        yield from ordered_map(workers, blocks, stop=kill)
+        yield from ordered_map([partial(store.shard, partial(ask, child)) for child in children], blocks, stop=kill)
     finally:
         for child in children:
             child.close()
         template.close()
-
-
-def _ask(child: Child, block: Message) -> Message:
-    return child.ask(block.header, block.parts)
 
 
 def load_maker(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
@@ -417,7 +404,8 @@ class BlockEncoder:
         kinds = {kind.__name__: kind for kind in SOURCES.values()}
         parts = []
         for name, *fields in settings["parts"]:
-            parts.append(kinds[name](*(tuple(field) if isinstance(field, list) else field for field in fields)))
+            fields = [tuple(field) if isinstance(field, list) else field for field in fields]
+            parts.append(kinds[name](*fields))
         corpora = Corpora(tuple(parts), (len(parts),), ())
         splitter = None
         if settings["held_out"] is not None:

@@ -1,7 +1,6 @@
-"""Data in memory: lists, data frames and datasets as examples, texts or images.
+"""Data in memory: lists, data frames and datasets, written to a file and then read by the same rules as other files.
 
-Data frames are recognised by their methods, so their libraries are not needed. The data is written to a file and then
-read like any other file, by the same rules.
+Data frames are recognised by their methods, so their libraries are not needed.
 """
 
 from __future__ import annotations
@@ -131,8 +130,7 @@ def _find_columns(
         needed = tuple(columns or ("source", "target"))
         return needed, list(range(len(needed)))
     known = [synonyms.get(each, each) if synonyms.get(each) not in names else each for each in names]
-    needed = ("source", "features", "target") if "features" in known else ("source", "target")
-    needed = tuple(columns) if columns else needed
+    needed = tuple(columns or (("source", "features", "target") if "features" in known else ("source", "target")))
     if set(needed) <= set(known):
         return needed, [known.index(column) for column in needed]
     misplaced = any(column in known and known.index(column) != index for index, column in enumerate(needed))
@@ -185,22 +183,20 @@ def _text(value: Any, label: bool, what: str, where: str) -> str:
 
 def _text_writer(names: list[str] | None, rows: Iterable[Any], name: str) -> Write:
     """Write plain text; every text is one line or several."""
-    position = 0
-    if names is not None:
-        candidates = [each for each in TEXT if each in names] or (names if len(names) == 1 else [])
-        if not candidates:
-            raise UserError(f"{name}: has the columns {', '.join(names)}; needed is one column, or one called text")
-        position = names.index(candidates[0])
+    columns = [TEXT[0]] if names is None else names
+    candidates = [each for each in TEXT if each in columns] or (columns if len(columns) == 1 else [])
+    if not candidates:
+        raise UserError(f"{name}: has the columns {', '.join(columns)}; needed is one column, or one called text")
 
     def text(row: Any, where: str) -> str:
         if isinstance(row, Mapping) and names is not None:
-            row = row.get(names[position])
+            row = row.get(candidates[0])
         elif isinstance(row, Example):
             row = row.source
         elif isinstance(row, list | tuple):
-            if len(row) != (1 if names is None else len(names)):
+            if len(row) != len(columns):
                 raise UserError(f"{where}: plain text is a list of texts, not of {shown_value(row)}")
-            row = row[position]
+            row = row[columns.index(candidates[0])]
         return _text(row, False, "text", where).removesuffix("\n")
 
     return _line_writer(rows, text, name)

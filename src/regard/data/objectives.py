@@ -1,6 +1,5 @@
 """Training objectives as batches: causal LM, masked language modelling, span corruption, and image classification.
 
-A text objective splits a stream of ids into windows and makes batches of them, for training, validation and scoring.
 Random choices depend only on a key of integers, so the same key gives the same batch in every process.
 """
 
@@ -70,10 +69,9 @@ def text_ids(size: int, special: frozenset[int]) -> Ids:
 def mask_tokens(
     rows_BW: Ids, rate: float, ids: SpecialIds, text: Ids, random: np.random.Generator
 ) -> tuple[Ids, Chosen]:
-    """Choose the tokens to predict -> the masked rows, and which tokens are chosen.
+    """Choose `rate` of the tokens in `text`, at least one per row -> the masked rows, and which tokens are chosen.
 
-    In each row, `rate` of the tokens in `text` is chosen, at least one: 80 % of them become the mask, 10 % a random
-    token of `text`, 10 % are not changed.
+    80 % of the chosen tokens become the mask, 10 % a random token of `text`, 10 % are not changed.
     """
     assert ids.mask is not None
     chosen = np.zeros(rows_BW.shape, bool)
@@ -110,7 +108,7 @@ def sample_spans(length: int, rate: float, mean: float, limit: int, random: np.r
     gaps = _partition(length - masked, count, random)
     sizes = _partition(masked, count, random)
     ends = np.cumsum(gaps + sizes)
-    return [(int(end - size), int(end)) for end, size in zip(ends, sizes, strict=True)]
+    return list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
 
 
 def _partition(length: int, count: int, random: np.random.Generator) -> Ids:
@@ -120,10 +118,9 @@ def _partition(length: int, count: int, random: np.random.Generator) -> Ids:
 
 
 def corrupt_spans(row: Ids, spans: Spans, first: int) -> tuple[list[int], list[int]]:
-    """Replace the masked spans of a row -> (text with sentinels, target), both without the end token.
+    """Replace span k of a row by the sentinel `first` - k -> (text with sentinels, target), without the end token.
 
-    Span k is replaced by the sentinel `first` - k, and follows that sentinel in the target, which ends with another
-    sentinel.
+    In the target, each span follows its sentinel, and another sentinel comes last.
     """
     read: list[int] = []
     target: list[int] = []
@@ -138,12 +135,9 @@ def corrupt_spans(row: Ids, spans: Spans, first: int) -> tuple[list[int], list[i
 
 def first_sentinel(codec: Codec, config: Config | None) -> int | None:
     """The sentinel of the first masked span, if the vocabulary has sentinels; the following ones have lower ids."""
-    special = sorted(codec.target.special)
-    named = [
-        index for index, piece in zip(special, codec.target.pieces(special), strict=True) if SENTINEL_NAME in piece
-    ]
-    if named:
-        return named[-1]
+    for index in sorted(codec.target.special, reverse=True):
+        if SENTINEL_NAME in codec.target.pieces([index])[0]:
+            return index
     if config is not None and config.target_vocab >= codec.target_vocab + SENTINELS:
         return config.target_vocab - 1
     return None
@@ -175,14 +169,12 @@ class Windows:
 
         The stream is split into `rows` lanes of equal length, or fewer if it is short.
         """
-        size = self.last + self.length
-        stride = self.stride
-        offset = min(offset, max(0, size - 1 - stride))
-        rest = size - 1 - offset
-        rows = max(1, min(rows, rest // stride))
-        length = rest // rows
+        end = self.last + self.length - 1
+        offset = min(offset, max(0, end - self.stride))
+        rows = max(1, min(rows, (end - offset) // self.stride))
+        length = (end - offset) // rows
         firsts = offset + np.arange(rows) * length
-        return [firsts + start for start in range(0, max(1, length - stride + 1), stride)]
+        return [firsts + start for start in range(0, max(1, length - self.stride + 1), self.stride)]
 
 
 class TextObjective(ABC):
@@ -208,10 +200,8 @@ class CausalLM(TextObjective):
     def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
         length = self.windows.length
         tokens = len(starts) * (length - 1)
-        windows = self._stream.windows
-        return GlobalBatch(
-            len(starts), tokens, tokens, lambda part, total: lm_batch(windows(starts[part], length), total)
-        )
+        rows = self._stream.windows
+        return GlobalBatch(len(starts), tokens, tokens, lambda part, total: lm_batch(rows(starts[part], length), total))
 
 
 class TokenMasking(TextObjective):
@@ -262,10 +252,9 @@ class SpanCorruption(TextObjective):
 
     def spans(self, rows: int, key: tuple[int, ...]) -> list[Spans]:
         """The masked spans of each row."""
+        rates = (self._train.span_rate, self._train.span_mean)
         random = generator(*key)
-        rate = self._train.span_rate
-        mean = self._train.span_mean
-        return [sample_spans(self.windows.length, rate, mean, SENTINELS - 1, random) for _ in range(rows)]
+        return [sample_spans(self.windows.length, *rates, SENTINELS - 1, random) for _ in range(rows)]
 
     def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
         rows = self._stream.windows(starts, self.windows.length)

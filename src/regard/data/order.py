@@ -1,8 +1,7 @@
 """The order of training: the batches of an epoch as a pure function of (seed, epoch), without state.
 
-Examples are shuffled, sorted by length so that a batch needs little padding, and cut into batches, which are shuffled.
-A corpus with more examples than WINDOW is ordered in several windows, which bounds the memory: a window consists of
-blocks of consecutive examples from the whole corpus.
+Examples are shuffled, sorted by length so that a batch needs little padding, and cut into batches, which are shuffled;
+if there are more than WINDOW, in several windows of blocks of consecutive examples, which bounds the memory.
 """
 
 from __future__ import annotations

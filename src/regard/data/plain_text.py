@@ -1,14 +1,11 @@
-"""Plain text: files become a tokenizer and two streams of ids, for training and for validation.
-
-The rows of a JSONL or Parquet file are consecutive texts of one or several lines each.
-"""
+"""Plain text: files become a tokenizer and two streams of ids, for training and for validation."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, takewhile
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -39,7 +36,13 @@ def make_text(
     """Write a tokenizer and two streams into `path`, with up to `processes` processes -> the record of the data."""
     counter = LineCounter(recipe.data.strict)
     valid_counter = LineCounter(recipe.data.strict)
-    sample, characters = scan_text(train, counter)
+    sample = Sample()
+    characters = 0
+    for piece in read_pieces(train, counter):
+        characters += len(piece)
+        sample.add(piece)
+    if not characters:
+        raise counter.unusable(train.name, train.hint(counter), "text", len(train.parts))
     split = characters if valid else split_at(characters)
     if not split or characters < 2:
         raise UserError(f"{train.name}: {characters} characters are too little text to learn from")
@@ -107,22 +110,10 @@ def _make_codec(
     return Codec(tokenizer, frame=task.frame), [note]
 
 
-def scan_text(source: Source | Corpora, counter: LineCounter) -> tuple[Sample, int]:
-    """Read a text once -> a sample of its pieces, and its number of characters."""
-    sample = Sample()
-    characters = 0
-    for piece in read_pieces(source, counter):
-        characters += len(piece)
-        sample.add(piece)
-    if not characters:
-        raise counter.unusable(source.name, source.hint(counter), "text", len(source.parts))
-    return sample, characters
-
-
 def read_pieces(source: Source | Corpora, counter: LineCounter) -> Iterator[str]:
     """Yield a text line by line, line ends included; a very long line in several pieces, so that memory is bounded.
 
-    Lines that are not UTF-8 are skipped and counted. `\\r\\n` becomes `\\n`, and the last line always has a line end.
+    Lines that are not UTF-8 are skipped. `\\r\\n` becomes `\\n`. A row of JSONL or Parquet has one or several lines.
     """
     for part in source.parts:
         if format_of(part.paths[0]) != "text":
@@ -209,25 +200,19 @@ def _divided(train: Corpora, valid: Corpora | None, split: int, counter: LineCou
 def _blocks(parts: Iterator[Part]) -> Iterator[Message]:
     """Yield blocks of consecutive pieces of the same split and corpus."""
     for (held_out, corpus), group in groupby(parts, key=lambda part: part[1:]):
-        header = {"held_out": held_out, "corpus": corpus, "characters": 0}
-        pieces: list[bytes] = []
-        size = 0
-        for piece, *_ in group:
-            pieces.append(piece.encode())
-            size += len(pieces[-1])
-            header["characters"] += len(piece)
-            if size >= BLOCK_BYTES:
-                yield _block(header, pieces)
-                header = {**header, "characters": 0}
-                pieces = []
-                size = 0
-        if pieces:
-            yield _block(header, pieces)
-
-
-def _block(header: dict[str, Any], pieces: Sequence[bytes]) -> Message:
-    lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-    return Message(header, (b"".join(pieces), lengths.tobytes()))
+        while first := next(group, None):
+            pieces: list[bytes] = []
+            size = 0
+            characters = 0
+            for piece, *_ in chain([first], group):
+                pieces.append(piece.encode())
+                size += len(pieces[-1])
+                characters += len(piece)
+                if size >= BLOCK_BYTES:
+                    break
+            lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
+            header = {"held_out": held_out, "corpus": corpus, "characters": characters}
+            yield Message(header, (b"".join(pieces), lengths.tobytes()))
 
 
 class PieceEncoder:
@@ -272,13 +257,9 @@ class StreamWriter:
 
     def write(self, ids: bytes, characters: int, corpus: int = 0) -> None:
         """Write ids of the corpus with this number; the numbers never decrease."""
-        self._end_corpora(corpus)
+        self._corpus_ends += [self.tokens] * (corpus - len(self._corpus_ends))
         self._write(np.frombuffer(ids, self._dtype))
         self.characters += characters
-
-    def _end_corpora(self, count: int) -> None:
-        """Record the end of the first `count` corpora."""
-        self._corpus_ends += [self.tokens] * (count - len(self._corpus_ends))
 
     def _write(self, ids: NDArray[Any]) -> None:
         append(self.path / "text.bin", ids)
@@ -287,7 +268,7 @@ class StreamWriter:
 
     def finish(self, corpora: int = 1) -> None:
         """Write the end of a stream of this many corpora."""
-        self._end_corpora(corpora)
+        self._corpus_ends += [self.tokens] * (corpora - len(self._corpus_ends))
         self._write(np.asarray([self._ids.eos], self._dtype))
         meta: dict[str, Any] = {"symbols": self.tokens, "characters": self.characters, "dtype": self._dtype}
         if len(self._corpus_ends) > 1:

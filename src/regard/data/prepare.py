@@ -1,8 +1,4 @@
-"""Prepares the data of a recipe: tokenizers and ids in a directory, which training opens, on resume again.
-
-Columns and tokenizers are chosen, vocabularies learned, validation data is split off, text tokenised. The directory
-appears complete or not at all.
-"""
+"""Prepares the data of a recipe: tokenizers and ids in a directory, which appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ from regard.data.images import Images, make_images
 from regard.data.in_memory import InMemory
 from regard.data.pairs import VALID_EXAMPLES, find_columns, make_pairs, read_examples
 from regard.data.plain_text import TEXT, Stream, make_text
-from regard.data.reader import MEMORY, STDIN, Source, open_raw
+from regard.data.reader import MEMORY, STDIN, open_raw
 from regard.data.store import Corpus
 from regard.data.tables import Corpora
 from regard.errors import UserError, plural
@@ -100,9 +96,8 @@ def prepare(
 ) -> Prepared[Any]:
     """Prepare the data of a recipe in `directory`, or open it if it was prepared from the same files and settings.
 
-    `base` is the text of the run to start from, whose tokenizers are used. `memory` is the data that the recipe refers
-    to as `<memory>`: train, valid. Up to `processes` processes tokenise, which does not change the result. `say` gets
-    messages about columns that were found by their content, and about waiting for another process.
+    The tokenizers of `base`, the run to start from, are used. `memory` is the data that the recipe calls `<memory>`:
+    train, valid. `say` gets messages about columns found by their content, and about waiting for another process.
     """
     path = Path(directory)
     columns = find_columns(recipe)
@@ -153,10 +148,10 @@ def _cache_key(made_from: dict[str, str | None], base: BaseText | None) -> str:
 def _take_from_cache(
     entry: Path, made_from: dict[str, str | None], path: Path, make: Callable[[Path], None], say: Say | None
 ) -> bool:
-    """Share an entry of the cache with a run -> whether it existed; otherwise it is made first.
+    """Share an entry of the cache with a run -> whether it existed; otherwise it is made first, while others wait.
 
-    Other processes wait while one makes the entry. On a file system without locks, the run prepares its own data. An
-    entry that does not match its key, because a file changed while it was made, is made again.
+    On a file system without locks, the run prepares its own data. An entry that does not match its key is made again:
+    a file changed meanwhile.
     """
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -189,10 +184,8 @@ def _share(entry: Path, path: Path) -> None:
         except OSError:
             shutil.copyfile(source, target)
 
-    def write(temporary: Path) -> None:
-        shutil.copytree(entry, temporary, copy_function=link, dirs_exist_ok=True)
-
-    replace_directory(path, write, path.with_name(path.name + ".tmp"))
+    copy = partial(shutil.copytree, entry, copy_function=link, dirs_exist_ok=True)
+    replace_directory(path, copy, path.with_name(path.name + ".tmp"))
 
 
 def _write(
@@ -282,11 +275,11 @@ def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
     elif data.valid_source is not None and data.valid_target is not None:
         settings = ("data.valid_source", "data.valid_target")
         valid = Corpora.of_parallel(data.valid_source, data.valid_target, settings)
-    _require_task(recipe, [train, *filter(None, [valid])])
+    _require_task(recipe, train, valid)
     return train, valid
 
 
-def _require_task(recipe: Recipe, files: list[Corpora]) -> None:
+def _require_task(recipe: Recipe, train: Corpora, valid: Corpora | None) -> None:
     """Refuse settings and files that the task does not support."""
     data = recipe.data
     reads = TASKS[recipe.task].reads
@@ -300,8 +293,8 @@ def _require_task(recipe: Recipe, files: list[Corpora]) -> None:
     for name, failed in refused.items():
         if failed:
             raise UserError(f"data.{name}: not for task {recipe.task}, which reads {NOUNS[reads]}")
-    for corpora in files:
-        if reads == "images" and len(corpora.paths) > 1:
+    for corpora in (train, valid):
+        if reads == "images" and corpora and len(corpora.paths) > 1:
             raise UserError(f"task {recipe.task} takes one file of images, not {len(corpora.paths)}")
 
 
@@ -390,17 +383,16 @@ def _spool(corpora: Corpora, directory: Path, memory: InMemory | None = None) ->
                 "regard.train"
             )
         return replace(corpora, parts=(memory.write(directory / f"spool-{len(list(directory.iterdir()))}"),))
-    return replace(corpora, parts=tuple(_spool_part(part, directory) for part in corpora.parts))
-
-
-def _spool_part(source: Source, directory: Path) -> Source:
-    paths = list(source.paths)
-    for index, path in enumerate(source.paths):
-        if path == STDIN or (os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode)):
-            paths[index] = str(directory / f"spool-{len(list(directory.iterdir()))}")
-            with open_raw(path) as once, open(paths[index], "wb") as copy:
-                shutil.copyfileobj(once, copy, 1 << 20)
-    return source._replace(paths=tuple(paths), names=source.file_names)
+    parts = []
+    for part in corpora.parts:
+        paths = list(part.paths)
+        for index, path in enumerate(paths):
+            if path == STDIN or (os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode)):
+                paths[index] = str(directory / f"spool-{len(list(directory.iterdir()))}")
+                with open_raw(path) as once, open(paths[index], "wb") as copy:
+                    shutil.copyfileobj(once, copy, 1 << 20)
+        parts.append(part._replace(paths=tuple(paths), names=part.file_names))
+    return replace(corpora, parts=tuple(parts))
 
 
 def _stamps(*files: Corpora | None) -> dict[str, tuple[int, int]]:

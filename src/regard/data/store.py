@@ -1,7 +1,5 @@
-"""A corpus on disk: the ids of both sides in flat files, which are read as needed and take little memory.
-
-`source.bin` and `target.bin` hold the concatenated ids of all examples, `*.offsets` their boundaries, `lines.bin` the
-positions of the examples in their files, and `meta.json` the counts.
+"""A corpus on disk, read as needed: `source.bin` and `target.bin` hold the concatenated ids of all examples,
+`*.offsets` their boundaries, `lines.bin` the positions of the examples in their files, and `meta.json` the counts.
 """
 
 from __future__ import annotations
