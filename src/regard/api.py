@@ -35,8 +35,7 @@ from regard.decode.request import (
 )
 from regard.device import choose_device
 from regard.errors import UserError, plural, shown_value
-from regard.evaluate.by_task import EvaluationRequest, evaluate_file, parse_columns
-from regard.evaluate.evaluator import Evaluation, EvaluationOptions
+from regard.evaluate.evaluator import Evaluation, EvaluationOptions, EvaluationRequest, evaluate_file, parse_columns
 from regard.inspect.trace import Trace, trace_image
 from regard.metrics import SAMPLES, BleuTokenizer
 from regard.notebook import Results

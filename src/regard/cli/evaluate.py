@@ -36,8 +36,7 @@ from regard.data.tables import format_of
 from regard.decode.engine import Engine
 from regard.decode.request import Options
 from regard.errors import UserError, plural
-from regard.evaluate.by_task import EvaluationRequest, evaluate_file, parse_columns
-from regard.evaluate.evaluator import Evaluation, EvaluationOptions
+from regard.evaluate.evaluator import Evaluation, EvaluationOptions, EvaluationRequest, evaluate_file, parse_columns
 from regard.metrics import MetricSettings
 from regard.recipe import Column
 from regard.run import Run

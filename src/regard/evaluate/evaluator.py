@@ -1,23 +1,28 @@
-"""Evaluation of data in memory: pairs, whose sources are decoded, and plain text, whose tokens are scored."""
+"""Evaluation of runs and ready outputs: pairs are decoded, texts and images classified, tokens of plain text scored."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from regard.batch import windows
 from regard.config import Count
-from regard.data.plain_text import TokenizedText
+from regard.data.images import read_images
+from regard.data.plain_text import TokenizedText, read_pieces, tokenize_text
+from regard.data.reader import TOO_LONG, LineCounter, Source
+from regard.decode.encoder_only import classify, classify_images
 from regard.decode.engine import Engine, TorchEngine
 from regard.decode.forced import overlong, score, score_text, scoring_context
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.request import EngineName, Options, PhraseList, Request, Whole
+from regard.decode.request import EngineName, Options, PhraseList, Request, Whole, check_supported
 from regard.errors import UserError, plural
-from regard.evaluate.confusions import Confusion
+from regard.evaluate.confusions import Confusion, Unit, count_confusions
+from regard.evaluate.test_data import ParallelData, ParallelFiles, UnknownParts
 from regard.metrics import (
     DEFAULTS,
     FITTING,
@@ -37,9 +42,11 @@ from regard.metrics import (
     measure_ratio,
 )
 from regard.notebook import table_of
+from regard.recipe import Column
 from regard.run import Run
 from regard.suggest import one_of
-from regard.text.codec import Example
+from regard.tasks import TABLE, Reads
+from regard.text.codec import Example, UnknownTokens
 
 
 @dataclass(frozen=True)
@@ -59,10 +66,6 @@ class Outputs:
     def _repr_html_(self) -> str:
         pairs = zip(self.texts, alternatives(self.references), strict=False)
         return table_of([{"output": text, "reference": "\n".join(several)} for text, several in pairs], repr(self))
-
-    def has(self, name: str) -> bool:
-        """Whether a metric can be computed."""
-        return bool(self.log_probabilities if name == "perplexity" else self.texts)
 
     def measure(self, name: str, samples: int) -> Measurement:
         if name == "perplexity":
@@ -84,10 +87,6 @@ class TextScores(NamedTuple):
     correct: np.ndarray  # number of tokens predicted correctly
     characters: np.ndarray
     unknown: int = 0  # unknown tokens in the text
-
-    def has(self, name: str) -> bool:
-        """Whether a metric can be computed, which is true of all metrics of plain text."""
-        return True
 
     def sums(self, name: str) -> Sums:
         """Amount and total of a metric for each line; for a perplexity, of its logarithm."""
@@ -151,10 +150,11 @@ class Evaluation:
 def make_evaluation(examples: int, names: Sequence[str], results: Sequence[Any], samples: int) -> Evaluation:
     """Compute the metrics of a system from its results, Outputs or TextScores, and compare with a second system."""
     ours, *others = results
-    outputs = ours if isinstance(ours, Outputs) else None
-    evaluation = Evaluation(examples, {name: ours.measure(name, samples) for name in names}, outputs)
+    metrics = {name: ours.measure(name, samples) for name in names}
+    evaluation = Evaluation(examples, metrics, ours if isinstance(ours, Outputs) else None)
     for other in others:
-        common = [name for name in names if other.has(name)]
+        ready = isinstance(other, Outputs) and not other.log_probabilities  # then it has no perplexity
+        common = [name for name in names if name != "perplexity" or not ready]
         theirs = {name: other.measure(name, samples) for name in common}
         p_values = {name: ours.p_value(name, other, samples or SAMPLES) for name in common}
         evaluation = replace(evaluation, others=theirs, p_values=p_values)
@@ -249,19 +249,14 @@ def evaluate_pairs(
     open_engine: OpenEngine = TorchEngine,
 ) -> Evaluation:
     """Decode the inputs and compare with the references; a second system is compared with the first."""
-    run = systems[0].runs[0] if systems[0].runs else None
+    run = next(iter(systems[0].runs), None)
     names = list(options.metrics) or default_metrics(run, [several[0] for several in references])
     check_metrics(names, METRICS)
     if options.bleu_tokenize != DEFAULTS.bleu_tokenize and "bleu" not in names:
         raise UserError(f"bleu_tokenize: bleu is not among the metrics ({', '.join(names)}); add this metric")
     if run is None and "perplexity" in names:
         raise UserError("metric: 'perplexity' needs a run; ready outputs have no probabilities")
-    results = []
-    for system in systems:
-        if system.runs:
-            results.append(_outputs(system, inputs, references, names, options, open_engine))
-        else:
-            results.append(Outputs(list(system.texts), references, settings=options))
+    results = [_outputs(system, inputs, references, names, options, open_engine) for system in systems]
     return make_evaluation(len(inputs), names, results, options.bootstrap)
 
 
@@ -285,12 +280,17 @@ def _outputs(
     settings: MetricSettings,
     open_engine: OpenEngine,
 ) -> Outputs:
-    """Decode every source and score every first reference, as far as the metrics need it."""
-    best = list(_decode(system, inputs, open_engine)) if set(names) - {"perplexity"} else []
+    """Decode every source and score every first reference, as far as the metrics need it, or take the ready outputs."""
+    if not system.runs:
+        return Outputs(list(system.texts), references, settings=settings)
+    best: list[Hypothesis] = []
+    if set(names) - {"perplexity"}:
+        with open_engine(system.runs, system.options) as engine:
+            for window in windows(inputs, system.options.window):  # as in `regard generate`, hence the same outputs
+                best += [hypotheses[0] for hypotheses in engine(window)]
     flags = {i: reason for i, h in enumerate(best) for name, reason in h.flags.items() if name in EMPTY_FLAGS}
-    scored = (
-        list(score(system.runs, pair_examples(inputs, references), system.options)) if "perplexity" in names else []
-    )
+    pairs = pair_examples(inputs, references) if "perplexity" in names else []
+    scored = list(score(system.runs, pairs, system.options)) if pairs else []
     if unfit := next((item.flags["out_of_memory"] for item in scored if "out_of_memory" in item.flags), None):
         raise UserError(f"perplexity: {unfit}")
     texts = [hypothesis.text for hypothesis in best]
@@ -300,13 +300,6 @@ def _outputs(
 
 
 EMPTY_FLAGS = ("too_long", "unsatisfied", "out_of_memory", "error")  # reasons for an empty output
-
-
-def _decode(system: System, inputs: Sequence[Request], open_engine: OpenEngine) -> Iterator[Hypothesis]:
-    """Yield the best output for every input, in the same windows, hence the same outputs, as `regard generate`."""
-    with open_engine(system.runs, system.options) as engine:
-        for window in windows(inputs, system.options.window):
-            yield from (hypotheses[0] for hypotheses in engine(window))
 
 
 def pair_examples(inputs: Sequence[Request], references: Sequence[tuple[str, ...]]) -> list[Example]:
@@ -331,12 +324,252 @@ def judge_text(run: Run, text: TokenizedText, context: int | None = None, memory
 def evaluate_text(
     run: Run, scores: Sequence[TextScores], metrics: Sequence[str] = (), samples: int = SAMPLES
 ) -> Evaluation:
-    """Evaluate the text scores of a run, and of a second run on the same text.
-
-    By default, bits per character are left out if tokens are unknown: an unknown token does not determine its
-    characters, so the number would be too low.
-    """
+    """Evaluate the text scores of a run, and of a second run on the same text."""
+    # An unknown token does not determine its characters, so bits per character would be too low.
     known = not any(each.unknown for each in scores)
     names = list(metrics) or [name for name in run.task.evaluation if known or name != "bits_per_char"]
     check_metrics(names, run.task.evaluation)
     return make_evaluation(len(scores[0].nll), names, scores, samples)
+
+
+# Files
+
+DEFAULT_CONFUSIONS = 10
+OUTPUT_OPTIONS = (*TABLE, *MetricSettings.model_fields)  # for ready outputs without a run
+_UNITS: Mapping[str, Unit] = {"labels": "label", "tokens": "token", "words": "character"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """What to evaluate and to compare with; outputs and references are the names of files, or of `texts` in memory."""
+
+    options: EvaluationOptions
+    decoding: Options = field(default_factory=Options)
+    chosen: AbstractSet[str] = frozenset()  # names of the options that the user has set, of any kind
+    runs: Sequence[Run] = ()  # several are an ensemble
+    outputs: str | None = None  # ready outputs, evaluated instead of the outputs of `runs`
+    against: Run | str | None = None  # a run or ready outputs
+    references: Sequence[str] = ()  # in addition to those of the table
+    texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    open_engine: OpenEngine = TorchEngine
+
+    def check(self, option: Callable[[str], str] = str) -> Reads:
+        """Check that the options apply to the task -> what the task reads; `option` is how an option is written."""
+        other = [self.against] if isinstance(self.against, Run) else []
+        reads = self._check([*self.runs[:1], *other], option)
+        if self.outputs is not None:  # then only the other run decodes
+            self._check(other, option)
+        return reads
+
+    def _check(self, runs: Sequence[Run], option: Callable[[str], str]) -> Reads:
+        if not runs:
+            if unused := ", ".join(map(option, sorted(self.chosen - set(OUTPUT_OPTIONS)))):
+                raise UserError(f"{unused}: no meaning for outputs that are ready, without a run")
+            return "pairs"
+        run, task = runs[0], runs[0].task
+        for other in runs[1:]:
+            if other.task != task:
+                raise UserError(f"{option('against')}: {other.path} is {other.task.model}, {run.path} is {task.model}")
+        decoding = Options.model_fields if task.reads == "pairs" else ()
+        check_supported(sorted(self.chosen), (*task.evaluation_options, *decoding), task, run.path, option)
+        if isinstance(self.against, str) and "outputs" not in task.evaluation_options:
+            reason = f"{run.path}, which is {task.model}, is compared with another run"
+            raise UserError(f"{option('against')}: no outputs that are ready; {reason}")
+        unused = ", ".join(map(option, sorted({"ensemble", "weights"} & self.chosen)))
+        if self.outputs is not None and unused:
+            raise UserError(f"{unused}: of RUN, which is left out with {option('outputs')}")
+        return task.reads
+
+
+def evaluate_file(request: EvaluationRequest, source: Source | None) -> Evaluation:
+    """Evaluate on a table, plain text or images; without a source, the outputs are compared with the references."""
+    systems = [System(request.runs if request.outputs is None else (), request.decoding, request.outputs)]
+    decoding = request.decoding.model_copy(update={"weights": ()})  # the weights are those of an ensemble
+    if isinstance(request.against, Run):
+        systems.append(System([request.against], decoding))
+    elif request.against is not None:
+        systems.append(System((), decoding, request.against))
+    runs = [system.runs[0] for system in systems if system.runs]
+    if runs and source is None:
+        raise UserError("FILE is missing: a run needs sources in addition to the references")
+    outputs = [system.outputs for system in systems if system.outputs is not None]
+    files = ParallelFiles(source, request.references, list(dict.fromkeys(outputs)), request.texts)
+    counter = LineCounter(request.options.strict)
+    job = _Job(request.options, systems, runs, files, counter, request.open_engine)
+    evaluation = _BY_CONTENT[runs[0].task.reads if runs else "pairs"](job)
+    if not counter.skipped:
+        return evaluation
+    remarks = [f"{files.name}: {counter.summary()}", *evaluation.remarks]
+    return replace(evaluation, skipped=dict(counter.skipped), remarks=remarks)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """An evaluation in progress."""
+
+    options: EvaluationOptions
+    systems: Sequence[System]
+    runs: Sequence[Run]  # the first run of each system that has one
+    files: ParallelFiles
+    counter: LineCounter
+    open_engine: OpenEngine
+
+    @property
+    def source(self) -> Source:
+        assert self.files.table is not None, "evaluate_file checks it"
+        return self.files.table
+
+    def read(self) -> ParallelData:
+        """Read the examples and check that they have the features that the runs need."""
+        data = self.files.read(self.counter)
+        for run in self.runs:
+            for item, location in zip(data.inputs, data.locations, strict=True):
+                if problem := run.codec.features_problem(Example(item.source, None, item.features)):
+                    raise UserError(f"{location}: {problem}")
+        return data
+
+    def usable(self, data: ParallelData, problems: Sequence[Sequence[str]]) -> list[int]:
+        """The indices of the examples without a problem in any run; the others are counted as too long."""
+
+        def skip(index: int, reason: str) -> None:
+            self.counter.skip(TOO_LONG, data.locations[index], reason, tell=True)
+
+        indices = usable(len(data.inputs), problems, skip)
+        if not indices:
+            raise UserError(f"{self.files.name}: there is nothing to evaluate: {self.counter.summary()}")
+        return indices
+
+    def with_remarks(
+        self, evaluation: Evaluation, unknown: dict[str, int], remarks: Sequence[Sequence[str]]
+    ) -> Evaluation:
+        """Add the remarks on each run; if the remarks on two runs differ, they start with the name of the run."""
+        notes = list(remarks[0])
+        if list(remarks[-1]) != notes:
+            notes = [f"{run.path}: {remark}" for run, each in zip(self.runs, remarks, strict=True) for remark in each]
+        return replace(evaluation, unknown=unknown, remarks=[*evaluation.remarks, *notes])
+
+    def with_unknown(
+        self, evaluation: Evaluation, examples: Sequence[Example], labels: Sequence[str] = ()
+    ) -> Evaluation:
+        """Add the counts of tokens and labels that the runs do not know."""
+        parts = [UnknownParts(run, examples, labels) for run in self.runs]
+        if not parts:
+            return evaluation
+        return self.with_remarks(evaluation, parts[0].to_json(), [each.remarks() for each in parts])
+
+    def with_confusions(
+        self, evaluation: Evaluation, unit: Unit | None, sources: list[str], locations: list[str]
+    ) -> Evaluation:
+        """Add the most frequent confusions. By default there are none of sentences, whose `unit` is None."""
+        outputs = evaluation.outputs
+        limit = self.options.confusions
+        if limit is None:
+            limit = DEFAULT_CONFUSIONS if unit else 0
+        if outputs is None or not outputs.texts or not limit:
+            return evaluation
+        confusions = count_confusions(
+            outputs.texts, outputs.references, unit or "token", limit, sources, locations, outputs.settings.lowercase
+        )
+        return replace(evaluation, confusions=confusions)
+
+
+def _evaluate_pairs(job: _Job) -> Evaluation:
+    data = job.read()
+    data = data.part(job.usable(data, too_long(job.systems, data.inputs, data.references)))
+    systems = [replace(each, texts=data.outputs.get(each.outputs or "", ())) for each in job.systems]
+    evaluation = evaluate_pairs(systems, data.inputs, data.references, job.options, job.open_engine)
+    evaluation = replace(evaluation, remarks=_empty_outputs(evaluation.outputs, data))
+    run = next(iter(systems[0].runs), None)
+    unit = _UNITS.get(content_for(run, [references[0] for references in data.references]))
+    if "per" in evaluation.metrics:
+        unit = "token"
+    elif "cer" in evaluation.metrics:
+        unit = "character"
+    evaluation = job.with_confusions(evaluation, unit, [item.source for item in data.inputs], data.locations)
+    return job.with_unknown(evaluation, pair_examples(data.inputs, data.references))
+
+
+def _empty_outputs(outputs: Outputs | None, data: ParallelData) -> list[str]:
+    """One remark on the outputs that are empty because the options cannot be met for their lines."""
+    flags = outputs.flags if outputs else {}
+    if not flags:
+        return []
+    named = "; ".join(f"{data.locations[index]}: {reason}" for index, reason in list(flags.items())[:3])
+    count = f"{len(flags):,} output{'s are' if len(flags) > 1 else ' is'} empty"
+    return [f"{count} and counted as such ({named}{'; ...' * (len(flags) > 3)})"]
+
+
+def _evaluate_labelled(job: _Job) -> Evaluation:
+    check_metrics(job.options.metrics, job.runs[0].task.evaluation)
+    data = job.read()
+    labels, problems = [], []
+    for system in job.systems:
+        if not system.runs:
+            labels.append(data.outputs[system.outputs or ""])
+            continue
+        options = system.options
+        classified = classify(
+            system.runs[0], pair_examples(data.inputs, data.references), options.batch_tokens, options.max_source
+        )
+        labels.append([each.label for each in classified])
+        problems.append([each.flags.get("too_long", "") for each in classified])
+    indices = job.usable(data, problems)
+    data = data.part(indices)
+    results = [Outputs([texts[i] for i in indices], data.references) for texts in labels]
+    evaluation = make_evaluation(len(indices), ["accuracy"], results, job.options.bootstrap)
+    evaluation = job.with_confusions(evaluation, "label", [item.source for item in data.inputs], data.locations)
+    return job.with_unknown(evaluation, pair_examples(data.inputs, data.references))
+
+
+def _evaluate_images(job: _Job) -> Evaluation:
+    check_metrics(job.options.metrics, job.runs[0].task.evaluation)
+    images_NCHW, labels = read_images(job.source.paths[0])
+    results = [Outputs([each.label for each in classify_images(run, images_NCHW)], labels) for run in job.runs]
+    evaluation = make_evaluation(len(labels), ["accuracy"], results, job.options.bootstrap)
+    locations = [f"{job.source.name}, image {number}" for number in range(len(labels))]
+    evaluation = job.with_confusions(evaluation, "label", [], locations)
+    return job.with_unknown(evaluation, (), labels)
+
+
+def _evaluate_text(job: _Job) -> Evaluation:
+    options = job.options
+    pieces = list(read_pieces(job.source, job.counter))
+    texts = [tokenize_text(pieces, run.codec.source, job.source.paths[0]) for run in job.runs]
+    pairs = list(zip(job.runs, texts, strict=True))
+    scores = [judge_text(run, text, options.context, options.memory) for run, text in pairs]
+    evaluation = evaluate_text(job.runs[0], scores, options.metrics, options.bootstrap)
+    remarks = [_unknown_in_text(run, pieces, text, evaluation) for run, text in pairs]
+    return job.with_remarks(evaluation, {"source": scores[0].unknown} if scores[0].unknown else {}, remarks)
+
+
+def _unknown_in_text(run: Run, pieces: list[str], text: TokenizedText, evaluation: Evaluation) -> list[str]:
+    unknown, ends = UnknownTokens(), text.tokens.cumsum()
+    unknown.add(run.codec.source, pieces, [row.tolist() for row in np.split(text.ids[1:], ends[:-1])])
+    if not unknown:
+        return []
+    remark = f"{100 * unknown.total / int(ends[-1]):.3g} % of the text: {unknown.summary()}"
+    if "bits_per_char" in run.task.evaluation:
+        effect = "are too few" if "bits_per_char" in evaluation.metrics else "are left out"
+        remark += f"; bits per character {effect}, since an unknown token does not say which character it was"
+    return [remark]
+
+
+_BY_CONTENT: Mapping[Reads, Callable[[_Job], Evaluation]] = {
+    "pairs": _evaluate_pairs,
+    "labelled": _evaluate_labelled,
+    "text": _evaluate_text,
+    "images": _evaluate_images,
+}
+
+
+def parse_columns(columns: str | Iterable[str], references: bool, option: str = "columns") -> tuple[Column, ...]:
+    """The columns of a table; there may be several target columns, or none if there are other `references`."""
+    parts = columns.split(",") if isinstance(columns, str) else columns
+    words: list[Any] = list(parts) if isinstance(parts, Iterable) else [parts]
+    for word in words:
+        if word not in get_args(Column):
+            raise one_of(option, str(word), get_args(Column))
+    if words.count("source") != 1 or words.count("features") > 1 or not ("target" in words or references):
+        rule = "name source once, target once or several times, and features if the table has them"
+        raise UserError(f"{option} {','.join(words)}: {rule}")
+    return tuple(words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 from regard.data.reader import BAD_REQUEST, EMPTY, STDIN, Line, LineCounter, Source, read_lines, shown
@@ -52,7 +53,10 @@ class ParallelFiles:
         paths = [*(self.table.paths if self.table else ()), *self.references, *self.outputs]
         if paths.count(STDIN) > 1:
             raise UserError("stdin can be read once: name a file for all but one of the table, references and outputs")
-        files = {path: self._read(path) for path in (*self.references, *self.outputs)}
+        files = {}
+        for path in (*self.references, *self.outputs):
+            texts = self.texts.get(path)
+            files[path] = list(read_lines(path)) if texts is None else list(starmap(Line, enumerate(texts, 1)))
         rows = self._rows(counter, len(files[self.references[0]]) if self.table is None else 0)
         for path, lines in files.items():
             if len(lines) != counter.read:
@@ -62,30 +66,29 @@ class ParallelFiles:
                 )
         data = ParallelData([], [], [], {path: [] for path in self.outputs})
         for number, request, targets in rows:
-            references = self._references({path: files[path][number - 1] for path in self.references}, counter)
-            if references is None:
+            location = self.table.location(number) if self.table else f"{self.name}:{number}"
+            others = {path: files[path][number - 1] for path in self.references}
+            problems = [(line.problem, f"{shown(path)}:{number}") for path, line in others.items() if line.problem]
+            if problems:
+                counter.skip(*problems[0])
                 continue
-            if not (*targets, *references):
-                counter.skip(EMPTY, self._location(number), "reference")
+            references = (*targets, *(line.text for line in others.values() if line.text.strip()))
+            if not references:
+                counter.skip(EMPTY, location, "reference")
                 continue
             for path in self.outputs:
-                data.outputs[path].append(_readable(path, files[path][number - 1]))
+                line = files[path][number - 1]
+                if line.problem:
+                    raise UserError(f"{shown(path)}:{number}: {line.problem}; outputs must be readable")
+                data.outputs[path].append(line.text)
             data.inputs.append(request)
-            data.references.append((*targets, *references))
-            data.locations.append(self._location(number))
+            data.references.append(references)
+            data.locations.append(location)
         if self.table is not None:
             self.table.require(counter)
         elif not counter.kept:
             raise UserError(f"{self.name}: no usable reference: {counter.summary()}")
         return data
-
-    def _read(self, path: str) -> list[Line]:
-        if path in self.texts:
-            return [Line(number, text) for number, text in enumerate(self.texts[path], 1)]
-        return list(read_lines(path))
-
-    def _location(self, number: int) -> str:
-        return self.table.location(number) if self.table else f"{self.name}:{number}"
 
     def _rows(self, counter: LineCounter, lines: int) -> list[tuple[int, Request, tuple[str, ...]]]:
         """Number, request and targets of every good line of the table; without a table, of `lines` lines."""
@@ -105,14 +108,6 @@ class ParallelFiles:
             targets = tuple(cells[i] for i in target_indices if cells[i].strip())
             rows.append((number, Request(cells[source_index], features, prefix), targets))
         return rows
-
-    def _references(self, lines: dict[str, Line], counter: LineCounter) -> list[str] | None:
-        """The references of a line that are not empty; None if a line is unreadable, which is counted as skipped."""
-        for path, line in lines.items():
-            if line.problem:
-                counter.skip(line.problem, f"{shown(path)}:{line.number}")
-                return None
-        return [line.text for line in lines.values() if line.text.strip()]
 
 
 def _requests(table: Source, counter: LineCounter) -> Iterator[tuple[int, Request, tuple[str, ...]]]:
@@ -144,12 +139,6 @@ def _texts(target: Any) -> tuple[str, ...]:
     return tuple(text for text in texts if text.strip())
 
 
-def _readable(path: str, line: Line) -> str:
-    if line.problem:
-        raise UserError(f"{shown(path)}:{line.number}: {line.problem}; outputs must be readable")
-    return line.text
-
-
 class UnknownParts:
     """Counts the tokens of sources and targets, or the labels, that are unknown to a run."""
 
@@ -158,22 +147,17 @@ class UnknownParts:
         self.labels = set(run.label_names) if run.task.labels else None
         self.source = UnknownTokens()
         self.target = UnknownTokens()
-        if examples:
-            self.note(examples)
-        self._note_labels(labels)
+        self.note(examples, labels)
 
-    def note(self, examples: Sequence[Example]) -> None:
+    def note(self, examples: Sequence[Example], labels: Sequence[str] = ()) -> None:
         self.codec.note_unknown(examples, self.source)
         targets = [example.target or "" for example in examples]
         if self.labels is None:
             self.target.add(self.codec.target, targets, self.codec.target.encode(targets))
         else:
-            self._note_labels(targets)
-
-    def _note_labels(self, labels: Sequence[str]) -> None:
-        for label in labels:
-            if label not in (self.labels or ()):
-                self.target.count([label])
+            for label in (*targets, *labels):
+                if label not in self.labels:
+                    self.target.count([label])
 
     def remarks(self) -> list[str]:
         """A remark for each side with unknown tokens or labels."""
