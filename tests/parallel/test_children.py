@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def start(request: pytest.FixtureRequest, template: Template, monkeypatch: pytes
     def start(work: str) -> Child:
         settings = {"word": "é\ud800"}
         if request.param == "fork":
-            child = children.fork(children._import_name(f"{HERE}:{work}"), settings)
+            child = children.fork(resolve_name(f"{HERE}:{work}"), settings)
         elif request.param == "spawn":
             child = children.spawn(f"{HERE}:{work}", settings)
         else:
@@ -147,7 +148,7 @@ def test_a_template_whose_preparation_fails_says_so() -> None:
 def test_a_template_that_dies_is_named(template: Template) -> None:
     other = Template(settings={"modules": []})
     child = other.start({"work": f"{HERE}:echo", "settings": {"word": ""}})
-    other.signal(signal.SIGKILL)
+    other._process.kill()
     with pytest.raises(ChildDied, match="the template of worker processes was killed by signal 9"):
         other.start({"work": f"{HERE}:echo", "settings": {}})
     assert child.wait(10) == -signal.SIGKILL

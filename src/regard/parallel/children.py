@@ -1,14 +1,7 @@
-"""Child processes: how they are started, talked to, supervised and ended.
+"""Child processes, which exchange messages with their parent over a socket pair and exit when it does.
 
-A child runs one function, its work, and exchanges framed messages with its parent over a socket pair. There are three
-ways to start one, all with the same result:
-
-- `Template.start` forks a process that has imported torch and loaded what its children share. This takes milliseconds.
-- `fork` forks this process, if it is fit to be a template itself (see `can_fork`).
-- `spawn` starts a new interpreter. `Template.start` falls back to it where fork is not available.
-
-A child exits when its parent does, however the parent ends. Its stderr is kept, and its last lines are part of the
-error if it fails.
+`Template.start` forks a process that has loaded what its children share, `fork` forks this process, and `spawn` starts
+a new interpreter, also for `Template.start` where fork is not available. Errors include the last lines of stderr.
 """
 
 from __future__ import annotations
@@ -33,6 +26,7 @@ from contextlib import suppress
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import IO, Any, TypeVar
 
 from regard.errors import UserError
@@ -82,10 +76,10 @@ class Child:
             time.sleep(POLL_SECONDS)
         return self._status
 
-    def ask(self, header: dict[str, Any], parts: Sequence[bytes] = ()) -> Message:
-        """Send a request to a child that runs `answer_requests`, and wait for the answer; its errors are raised."""
+    def ask(self, header: dict[str, Any], parts: Sequence[bytes] = (), handles: Sequence[int] = ()) -> Message:
+        """Send a request and wait for the answer; errors of the child are raised."""
         with suppress(OSError):  # the child has ended, which `answer` reports
-            self.channel.send(header, parts)
+            self.channel.send(header, parts, handles)
         return self.answer()
 
     def answer(self) -> Message:
@@ -163,15 +157,11 @@ def can_fork() -> bool:
     return torch is None or (torch.get_num_threads() == 1 and not torch.cuda.is_initialized())
 
 
-def _capture(wanted: bool) -> IO[bytes] | None:
-    return tempfile.TemporaryFile() if wanted else None
-
-
-def fork(work: Work, settings: dict[str, Any], name: str = "a worker process", capture: bool = True) -> Child:
+def fork(work: Work, settings: dict[str, Any], name: str = "a worker process") -> Child:
     """Fork this process, which must be fit for it (`can_fork`); the child has a copy of all that it has loaded."""
     ours, theirs = socket.socketpair()
-    stderr = _capture(capture)
-    pid = _fork(theirs, stderr.fileno() if stderr else None, work, settings, [ours])
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115  as long as the child
+    pid = _fork(work, settings, theirs, stderr.fileno(), ours, {})
     theirs.close()
     return Child(name, pid, Channel(ours), stderr, lambda: _status_of(pid))
 
@@ -185,7 +175,7 @@ def spawn(
 ) -> Child:
     """Start a new interpreter that calls `work`, given as "module:function"."""
     ours, theirs = socket.socketpair()
-    stderr = _capture(capture)
+    stderr = tempfile.TemporaryFile() if capture else None  # noqa: SIM115  as long as the child
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(dict.fromkeys(filter(None, [package, *sys.path])))
     windows = sys.platform == "win32"
@@ -217,17 +207,18 @@ def main() -> None:
     channel = Channel(connection)
     first = channel.receive()
     if first is not None:
-        sys.exit(_run(channel, _import_name(first.header["work"]), first.header["settings"]))
+        sys.exit(_run(channel, resolve_name(first.header["work"]), first.header["settings"]))
 
 
-def _import_name(name: str) -> Any:
-    """The function of this name, "module:function"."""
-    module, _, function = name.partition(":")
-    return getattr(import_module(module), function)
-
-
-def _fork(connection: socket.socket, stderr: int | None, work: Work, settings: dict[str, Any], close: list[Any]) -> int:
-    """Fork -> the process id; `close` are the connections of this process that the child must not keep open."""
+def _fork(
+    work: Work,
+    settings: dict[str, Any],
+    connection: socket.socket,
+    stderr: int | None,
+    ours: socket.socket,
+    environment: Mapping[str, str],
+) -> int:
+    """Fork -> the process id. The child closes `ours` and all other connections of this process."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()  # or the child would write it once more
@@ -238,24 +229,24 @@ def _fork(connection: socket.socket, stderr: int | None, work: Work, settings: d
         return pid
     status = 1
     try:
-        for each in [*close, *(child.channel for child in list(_children))]:
-            each.close()
+        ours.close()
+        for child in _children:
+            child.channel.close()
         _redirect(stderr)
+        os.environ.update(environment)
         status = _run(Channel(connection), work, settings)
     finally:
         os._exit(status)
 
 
 def _redirect(stderr: int | None) -> None:
-    """No input; what is written to stdout goes to stderr."""
+    """Read no input, and write stdout to stderr."""
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     if stderr is not None:
         os.dup2(stderr, 2)
     os.dup2(2, 1)
-    sys.stdout = sys.stderr = open(  # noqa: SIM115  as long as the process
-        2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-    )
+    sys.stdout = sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _run(channel: Channel, work: Work, settings: dict[str, Any]) -> int:
@@ -309,7 +300,7 @@ def _status_of(pid: int) -> int | None:
 
 
 def answer_requests(channel: Channel, answer: Callable[[Message], Message]) -> None:
-    """The work of a child that is asked with `Child.ask`: answer requests until the parent closes its end."""
+    """Answer the requests of `Child.ask` until the parent closes its end."""
     while (request := channel.receive()) is not None:
         try:
             reply = answer(request)
@@ -332,8 +323,7 @@ class Template:
     """A process that loads what its children share, and is forked for each of them.
 
     `prepare` ("module:function") is called in it with the settings, and returns the work of the children and a
-    description for this process, `description`. A UserError that it raises is raised here. The default imports the
-    `modules` in the settings, and its children get their work by name.
+    description for `wait`. The default imports the `modules` in the settings; its children get their work by name.
     """
 
     def __init__(
@@ -350,10 +340,10 @@ class Template:
         self._description: dict[str, Any] | None = None
 
     def wait(self) -> dict[str, Any]:
-        """Wait until it is ready -> the description."""
+        """Wait until it is ready -> the description; a UserError in `prepare` is raised."""
         with self._lock:
             if self._description is None:
-                self._description = self._receive()["ready"]
+                self._description = self._process.answer().header["ready"]
         return self._description
 
     def start(
@@ -371,10 +361,10 @@ class Template:
                 f"{__name__}:_prepare_and_work", {**self._preparation, "child": settings}, name, capture, environment
             )
         ours, theirs = socket.socketpair()
-        stderr = _capture(capture)
+        stderr = tempfile.TemporaryFile() if capture else None  # noqa: SIM115  as long as the child
         handles = [theirs.fileno(), *([stderr.fileno()] if stderr else [])]
         try:
-            reply = self._request({"start": settings, "capture": capture, "environment": environment}, handles)
+            pid: int = self._ask({"start": settings, "capture": capture, "environment": environment}, handles)["pid"]
         except BaseException:
             ours.close()
             if stderr is not None:
@@ -382,41 +372,24 @@ class Template:
             raise
         finally:
             theirs.close()
-        pid: int = reply["pid"]
         return Child(name, pid, Channel(ours), stderr, lambda: self._poll(pid))
 
     def close(self, grace: float = 3.0) -> None:
         """End it, which must be done after its children have ended: it is their parent and reaps them."""
         self._process.close(grace)
 
-    def signal(self, number: int) -> None:
-        """Send it a signal."""
-        self._process.signal(number)
-
     def _poll(self, pid: int) -> int | None:
         try:
-            status: int | None = self._request({"poll": pid})["status"]
+            status: int | None = self._ask({"poll": pid})["status"]
         except ChildDied:  # the template has ended first; this child must not stay behind
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             status = -signal.SIGKILL
         return status
 
-    def _request(self, header: dict[str, Any], handles: Sequence[int] = ()) -> dict[str, Any]:
+    def _ask(self, header: dict[str, Any], handles: Sequence[int] = ()) -> dict[str, Any]:
         with self._lock:
-            try:
-                self._process.channel.send(header, handles=handles)
-            except OSError:
-                raise ChildDied(self._process.failure(1.0)) from None
-            return self._receive()
-
-    def _receive(self) -> dict[str, Any]:
-        message = self._process.channel.receive()
-        if message is None:
-            raise ChildDied(self._process.failure(1.0))
-        if "mistake" in message.header:
-            raise UserError(message.header["mistake"])
-        return message.header
+            return self._process.ask(header, handles=handles).header
 
 
 def import_modules(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
@@ -425,7 +398,7 @@ def import_modules(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
         import_module(module)
 
     def work(channel: Channel, settings: dict[str, Any]) -> None:
-        _import_name(settings["work"])(channel, settings["settings"])
+        resolve_name(settings["work"])(channel, settings["settings"])
 
     return work, {}
 
@@ -433,7 +406,7 @@ def import_modules(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
 def _serve_forks(control: Channel, settings: dict[str, Any]) -> None:
     """The work of a template: prepare, then fork a child for every request."""
     try:
-        work, description = _import_name(settings["prepare"])(settings["settings"])
+        work, description = resolve_name(settings["prepare"])(settings["settings"])
     except UserError as error:
         control.send({"mistake": str(error)})
         return
@@ -444,29 +417,20 @@ def _serve_forks(control: Channel, settings: dict[str, Any]) -> None:
             control.send({"status": _status_of(request["poll"])})
             continue
         handles = [control.handles.popleft() for _ in range(1 + request["capture"])]
-        connection = socket.socket(fileno=handles[0])
-        child_work = _in_environment(work, request["environment"])
-        pid = _fork(connection, handles[1] if request["capture"] else None, child_work, request["start"], [control])
+        stderr = handles[1] if request["capture"] else None
+        with socket.socket(fileno=handles[0]) as connection:
+            pid = _fork(work, request["start"], connection, stderr, control.connection, request["environment"])
         for handle in handles[1:]:
             os.close(handle)
-        connection.close()
         control.send({"pid": pid})
     with suppress(ChildProcessError):
         while True:
             os.wait()
 
 
-def _in_environment(work: Work, environment: dict[str, str]) -> Work:
-    def run(channel: Channel, settings: dict[str, Any]) -> None:
-        os.environ.update(environment)
-        work(channel, settings)
-
-    return run
-
-
 def _prepare_and_work(channel: Channel, settings: dict[str, Any]) -> None:
     """The work of a child of a template where fork is not available."""
-    work, _ = _import_name(settings["prepare"])(settings["settings"])
+    work, _ = resolve_name(settings["prepare"])(settings["settings"])
     work(channel, settings["child"])
 
 
@@ -479,11 +443,10 @@ def ordered_map(
     here: Callable[[T], R] | None = None,
     stop: Callable[[], None] = lambda: None,
 ) -> Iterator[R]:
-    """The results of items, in order.
+    """The results of items, in order; each worker runs in a thread of its own and may wait for a child.
 
-    Each worker takes the next item when it is free, in a thread of its own; it may wait for a child, such as
-    `Child.ask`. With `here`, this thread takes items too while it waits. `stop` is called if the items are not
-    finished: it must make waiting workers return.
+    With `here`, this thread takes items too while it waits. `stop` is called if the items are not finished: it must
+    make waiting workers return.
     """
     free: queue.SimpleQueue[Callable[[T], R]] = queue.SimpleQueue()
     for worker in workers:
@@ -496,7 +459,8 @@ def ordered_map(
         finally:
             free.put(worker)
 
-    rest, pending = iter(items), deque[tuple[Future[R], T]]()
+    rest = iter(items)
+    pending: deque[tuple[Future[R], T]] = deque()
     with ThreadPoolExecutor(max(1, len(workers))) as executor:
         try:
             while True:
@@ -504,22 +468,16 @@ def ordered_map(
                     pending.append((executor.submit(work, item), item))
                 if not pending:
                     return
-                while here is not None and not pending[0][0].done() and _take_one(pending, here):
-                    pass
+                while here is not None and not pending[0][0].done():  # take an item that no worker has begun
+                    index = next((i for i, (future, _) in enumerate(pending) if future.cancel()), None)
+                    if index is None:
+                        break
+                    done: Future[R] = Future()
+                    done.set_result(here(pending[index][1]))
+                    pending[index] = done, pending[index][1]
                 yield pending.popleft()[0].result()
         except BaseException:
             for future, _ in pending:
                 future.cancel()
             stop()
             raise
-
-
-def _take_one(pending: deque[tuple[Future[R], T]], here: Callable[[T], R]) -> bool:
-    """Do an item that no worker has begun -> whether there was one."""
-    for position, (future, item) in enumerate(pending):
-        if future.cancel():
-            done: Future[R] = Future()
-            done.set_result(here(item))
-            pending[position] = done, item
-            return True
-    return False

@@ -9,12 +9,12 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 READ_BYTES = 1 << 18
 MAX_HANDLES = 64  # in a message
-FRAME = struct.Struct("!II")  # bytes of JSON, number of parts
-PART = struct.Struct("!Q")  # bytes of a part
+FRAME = struct.Struct("!II")  # bytes of JSON, number of parts; then the bytes of each part, as !Q
 
 
 class Message(NamedTuple):
@@ -27,8 +27,8 @@ class Message(NamedTuple):
 def pack(message: Message) -> bytes:
     """A message as bytes: lengths, JSON, parts. Never pickle."""
     data = json.dumps(message.header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    sizes = [PART.pack(len(part)) for part in message.parts]
-    return b"".join([FRAME.pack(len(data), len(sizes)), *sizes, data, *message.parts])
+    sizes = struct.pack(f"!{len(message.parts)}Q", *map(len, message.parts))
+    return b"".join([FRAME.pack(len(data), len(message.parts)), sizes, data, *message.parts])
 
 
 class Unpacker:
@@ -48,20 +48,16 @@ class Unpacker:
         if len(buffer) < FRAME.size:
             return None
         length, count = FRAME.unpack_from(buffer)
-        start = FRAME.size + count * PART.size
+        part_sizes = struct.Struct(f"!{count}Q")
+        start = FRAME.size + part_sizes.size
         if len(buffer) < start:
             return None
-        sizes = [PART.unpack_from(buffer, FRAME.size + i * PART.size)[0] for i in range(count)]
-        if len(buffer) < start + length + sum(sizes):
+        *ends, total = accumulate((length, *part_sizes.unpack_from(buffer, FRAME.size)), initial=start)
+        if len(buffer) < total:
             return None
-        header = json.loads(buffer[start : start + length].decode("utf-8", "surrogatepass"))
-        start += length
-        parts = []
-        for size in sizes:
-            parts.append(bytes(buffer[start : start + size]))
-            start += size
-        del buffer[:start]
-        return Message(header, parts)
+        header, *parts = (bytes(buffer[begin:end]) for begin, end in pairwise((*ends, total)))
+        del buffer[:total]
+        return Message(json.loads(header.decode("utf-8", "surrogatepass")), parts)
 
 
 class Channel:

@@ -29,7 +29,9 @@ def connected(address: str) -> Iterator[Any]:
     except ModuleNotFoundError as error:
         raise missing_extra("--ray", error.name or "ray", "ray") from None
     try:
-        _require_listener(address)
+        host, colon, port = address.rpartition(":")
+        if colon and port.isdigit() and "/" not in host:  # if nothing listens there, Ray itself would retry for minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         # By default Ray counts hardware threads, including those outside the CPU affinity of this process.
         resources = {"num_cpus": cores()} if address == "local" else {}
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False, **resources)
@@ -41,10 +43,3 @@ def connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _require_listener(address: str) -> None:
-    """Raise an OSError if nothing listens at the address; Ray itself would retry for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit() and "/" not in host:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
