@@ -34,7 +34,7 @@ def test_a_text_that_fits_is_answered_and_a_longer_one_flagged(position: dict[st
     for answer in (short, full):
         assert answer.label in "xyz" and sum(answer.probabilities.values()) == pytest.approx(1.0) and not answer.flags
         assert answer.probability == max(answer.probabilities.values())
-    assert "13 tokens" in long.flags["too_long"] and "the 12 positions of the model" in long.flags["too_long"]
+    assert "13 tokens" in long.flags["too_long"] and "the 12 that fit the model's learned" in long.flags["too_long"]
     assert long.label == "" and long.as_dict()["label"] is None
 
 

@@ -234,7 +234,7 @@ def test_label_probabilities_do_not_depend_on_the_batch(folder: Path) -> None:
         assert alone.probabilities == pytest.approx(labelled.probabilities, abs=1e-5)
     short, long, far = classify(run, ["a", "a" * 600, Example("b" * 9)], max_source=10)
     assert short.probabilities == pytest.approx(together[0].probabilities, abs=1e-5) and not short.flags
-    assert long.label == "" and "602 tokens" in long.flags["too_long"] and "512 positions" in long.flags["too_long"]
+    assert long.label == "" and "602 tokens" in long.flags["too_long"] and "more than 10 (max_source)" in long.flags["too_long"]
     assert "more than 10 (max_source)" in far.flags["too_long"] and math.isnan(far.probability)
     assert far.as_dict() == {"label": None, "probabilities": {}, "flags": far.flags}
     with pytest.raises(UserError, match="reads images"):

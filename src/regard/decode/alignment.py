@@ -1,8 +1,4 @@
-"""Alignment of outputs with their sources, read from cross-attention heads.
-
-The attention weights come from a forced pass over the finished outputs. The heads are chosen once, on held-out pairs,
-and stored in the run directory.
-"""
+"""Alignment of outputs with their sources by cross-attention heads, which are chosen once, on held-out pairs."""
 
 from __future__ import annotations
 
@@ -74,10 +70,8 @@ def check_heads(model: Model, heads: Sequence[HeadIndex]) -> tuple[HeadIndex, ..
     for layer, head in heads:
         if head >= counts.get(layer, 0):
             known = ", ".join(f"{i + 1}: {plural(count, 'head')}" for i, count in sorted(counts.items()))
-            raise UserError(
-                f"alignment_heads: there is no layer {layer + 1} with a head {head + 1}"
-                f" (layers with cross-attention, counted from 1: {known})"
-            )
+            known = f"(layers with cross-attention, counted from 1: {known})"
+            raise UserError(f"alignment_heads: there is no layer {layer + 1} with a head {head + 1} {known}")
     return tuple(heads)
 
 
@@ -111,17 +105,13 @@ def align(
     heads: Sequence[HeadIndex] = (),
     batch_tokens: int = 8192,
 ) -> list[Alignment]:
-    """Align outputs with their sources (ids with end tokens) by the mean weights of the heads.
-
-    The end token of the source has a column, since heads attend to it when nothing else fits, but no hard link.
-    """
+    """Align outputs with their sources (ids with end tokens) by the mean weights of the heads in a forced pass."""
     heads = check_heads(run.model, heads)
     results: list[Alignment] = [Alignment(np.zeros((0, 0)), (), ())] * len(outputs)
     lengths = [max(len(source), len(output)) for source, output in zip(sources, outputs, strict=True)]
     for batch in by_length(lengths, batch_tokens):
-        weights = forced_attention(
-            run.model, [sources[i] for i in batch], [outputs[i] for i in batch], (layer for layer, _ in heads)
-        )
+        part = [sources[i] for i in batch], [outputs[i] for i in batch]
+        weights = forced_attention(run.model, *part, (layer for layer, _ in heads))
         for i, weights_TS in zip(batch, mean_heads(weights, heads).numpy(force=True), strict=True):
             soft = weights_TS[: len(outputs[i]) - 1, : len(sources[i])]
             soft = soft / np.maximum(soft.sum(1, keepdims=True), 1e-9)  # with local attention they sum to less than 1
@@ -189,10 +179,7 @@ def best_heads(merits: Mapping[H, float]) -> list[H]:
 def alignment_merits(
     model: Model, pairs: Sequence[tuple[TokenIds, TokenIds]], links: Sequence[Links] | None = None
 ) -> dict[tuple[str, int], float]:
-    """How well each cross-attention head (name, head) aligns: its agreement with links, or else its quality.
-
-    Agreement is the share of linked output tokens whose highest weight is on a linked source token.
-    """
+    """How well each cross-attention head (name, head) aligns: its agreement with links, or else its quality."""
     names = cross_attentions(model)
     total: dict[tuple[str, int], float] = {}
     count = 0.0
@@ -214,19 +201,16 @@ def alignment_merits(
 
 
 def alignment_quality(weights_TS: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Sharpness times coverage of attention weights (..., T, S); the last column is the end of the source.
-
-    Sharpness is the mean of the highest weights of the output tokens. Coverage is the mean attention to the source
-    tokens, at most 1 each.
-    """
+    """Sharpness times coverage of attention weights (..., T, S); the last column is the end of the source."""
     if weights_TS.size == 0:
         return np.zeros(weights_TS.shape[:-2])
-    sharpness = weights_TS.max(-1).mean(-1)
+    sharpness = weights_TS.max(-1).mean(-1)  # of the output tokens
     coverage = np.minimum(1.0, weights_TS[..., : max(1, weights_TS.shape[-1] - 1)].sum(-2)).mean(-1)
     return np.asarray(sharpness * coverage)
 
 
 def _agreement(weights_HTS: NDArray[np.floating], links: set[tuple[int, int]]) -> NDArray[np.floating]:
+    """The number of output tokens whose highest weight is on a linked source token."""
     best_HT = weights_HTS[..., : max(1, weights_HTS.shape[-1] - 1)].argmax(-1)
     return np.array([float(sum((int(s), t) in links for t, s in enumerate(best_T))) for best_T in best_HT])
 
@@ -239,11 +223,9 @@ def read_links(path: str | Path) -> list[Links]:
             raise UserError(f"{path}:{number}: {problem}")
         links = []
         for word in line.split():
-            if not re.fullmatch(r"[0-9]{1,6}-[0-9]{1,6}", word):
-                raise UserError(
-                    f"{path}:{number}: {word!r} is not a link; write source-output, counted from 0, like 0-0 1-2"
-                )
-            source, _, output = word.partition("-")
-            links.append((int(source), int(output)))
+            if not (link := re.fullmatch(r"([0-9]{1,6})-([0-9]{1,6})", word)):
+                advice = "write source-output, counted from 0, like 0-0 1-2"
+                raise UserError(f"{path}:{number}: {word!r} is not a link; {advice}")
+            links.append((int(link[1]), int(link[2])))
         rows.append(links)
     return rows

@@ -64,7 +64,7 @@ class Speller:
         elif self.decomposed:
             letters = [_character_parts(piece) for piece in tokenizer.pieces(range(tokenizer.size))]
         letters = [[] if index in tokenizer.special else spelled for index, spelled in enumerate(letters)]
-        letters += [[] for _ in range(vocab - tokenizer.size)]
+        letters += [[]] * (vocab - tokenizer.size)
         letters[eos] = [BOUNDARY] if self.decomposed else []
         unusable = {*blocked, eos}
         self.spelling = Spelling(letters, [index not in unusable for index in range(vocab)], eos)
@@ -103,16 +103,10 @@ class Phrases:
     @classmethod
     def none(cls, vocab: int, eos: int) -> Phrases:
         """The automaton without phrases."""
-        return cls(
-            next_QV=np.zeros((1, vocab), np.int32),
-            met_QV=np.zeros((1, vocab), np.int16),
-            ban_QV=np.zeros((1, vocab), bool),
-            stop_QV=np.zeros((1, vocab), np.int16),
-            need_MQ=np.zeros((1, 1), np.int16),
-            held_Q=np.zeros(1, np.int16),
-            letters_V=np.zeros(vocab, np.int64),
-            eos=eos,
-        )
+        next_1V = np.zeros((1, vocab), np.int32)
+        zeros_1V = np.zeros((1, vocab), np.int16)
+        zeros_1 = np.zeros(1, np.int16)
+        return cls(next_1V, zeros_1V, zeros_1V > 0, zeros_1V, zeros_1[None], zeros_1, next_1V[0], eos)
 
     def find_stop(self, ids: Sequence[int]) -> tuple[int, int] | None:
         """Find the first stop string -> the number of tokens up to its end, and of those that begin before it."""
@@ -185,7 +179,7 @@ def make_phrases(
     end_ban_Q = ban_QV[:, spelling.eos].copy()
     ban_QV |= ~spelling.usable_V
     ban_QV[:, spelling.eos] = True  # on the way to the end
-    need_MQ = _fewest_tokens(next_QV, met_QV, ban_QV, stop_QV > 0, (end_met_Q, end_ban_Q), len(require))
+    need_MQ = _fewest_tokens(next_QV, met_QV, ban_QV, stop_QV > 0, end_met_Q, end_ban_Q, len(require))
     ban_QV[:, spelling.eos] = end_ban_Q
     return Phrases(
         next_QV.astype(np.int32), met_QV.astype(np.int16), ban_QV, stop_QV, need_MQ, held_Q, letters_V, spelling.eos
@@ -202,32 +196,30 @@ def _letter_automaton(
     completed, and the number of last letters that may begin a stop string.
     """
     children: list[dict[int, int]] = [{}]
-    met = [0]
-    ban = [False]
-    stopped = [0]
-    held = [0]
 
-    def add(word: Letters, begins_stop: bool = False) -> int:
-        node = 0
-        for depth, letter in enumerate(word, start=1):
-            if letter not in children[node]:
-                children[node][letter] = len(children)
+    def add(word: Letters) -> list[int]:
+        """Add the states of a phrase -> these states."""
+        path = [0]
+        for letter in word:
+            if letter not in children[path[-1]]:
+                children[path[-1]][letter] = len(children)
                 children.append({})
-                for values in (met, stopped, held):
-                    values.append(0)
-                ban.append(False)
-            node = children[node][letter]
-            if begins_stop:
-                held[node] = depth
-        return node
+            path.append(children[path[-1]][letter])
+        return path
 
-    for i, phrases in enumerate(require):
-        for word in phrases:
-            met[add(word)] |= 1 << i
-    for word in forbid:
-        ban[add(word)] = True
-    for word in stop:
-        stopped[add(word, begins_stop=True)] = len(word)
+    require_ends = [[add(word)[-1] for word in phrases] for phrases in require]
+    forbid_ends = [add(word)[-1] for word in forbid]
+    stop_paths = [add(word) for word in stop]
+    met = np.zeros(len(children), np.int32)
+    ban = np.zeros(len(children), bool)
+    stopped = np.zeros(len(children), np.int16)
+    held = np.zeros(len(children), np.int16)
+    for i, ends in enumerate(require_ends):
+        met[ends] |= 1 << i
+    ban[forbid_ends] = True
+    for path in stop_paths:
+        stopped[path[-1]] = len(path) - 1
+        held[path] = range(len(path))
     delta_QC = np.zeros((len(children), len(classes) + 1), dtype=np.int64)
     suffix = [0] * len(children)
     queue = deque([0])
@@ -243,13 +235,7 @@ def _letter_automaton(
             suffix[child] = int(delta_QC[node, classes[letter]]) if node else 0
             delta_QC[node, classes[letter]] = child
             queue.append(child)
-    return (
-        delta_QC,
-        np.asarray(met, np.int32),
-        np.asarray(ban),
-        np.asarray(stopped, np.int16),
-        np.asarray(held, np.int16),
-    )
+    return delta_QC, met, ban, stopped, held
 
 
 def _fewest_tokens(
@@ -257,16 +243,15 @@ def _fewest_tokens(
     met_QV: np.ndarray,
     ban_QV: np.ndarray,
     stops_QV: np.ndarray,
-    end: tuple[np.ndarray, np.ndarray],
+    end_met_Q: np.ndarray,  # by the end token
+    end_ban_Q: np.ndarray,
     count: int,
 ) -> np.ndarray:
-    """Shortest paths from every state and subset of met requirements to a state in which the output may end.
-
-    `end` has what the end token meets and bans, per state. A token that completes a stop string is the last one.
-    """
-    states, full = len(next_QV), (1 << count) - 1
+    """Shortest paths from every state and subset of met requirements to a state in which the output may end."""
+    states = len(next_QV)
+    full = (1 << count) - 1
     subset_M1 = np.arange(full + 1)[:, None]
-    may_end_MQ = ((subset_M1 | end[0]) == full) & ~end[1]
+    may_end_MQ = ((subset_M1 | end_met_Q) == full) & ~end_ban_Q
     need_MQ = np.where(may_end_MQ, 0, NEVER).astype(np.int16)
     if not need_MQ.any():
         return need_MQ
@@ -279,7 +264,7 @@ def _fewest_tokens(
     begin, to, met, stops = np.concatenate(edges, axis=1)
     for subset in range(full, -1, -1):  # supersets first: requirements that are met stay met
         after = subset | met
-        closed = (stops > 0) & ~may_end_MQ[after, to]
+        closed = (stops > 0) & ~may_end_MQ[after, to]  # a token that completes a stop string is the last one
         need = need_MQ[subset]
         while True:
             reach = np.full(states, NEVER, dtype=np.int64)
@@ -370,9 +355,8 @@ class Prefix(Rule):
         table = [list(item.prefix) + [-1] * (longest - len(item.prefix)) for item in inputs]
         self.table_BP = torch.tensor(table, dtype=torch.long, device=device).view(len(inputs), longest)
         self.length_B = torch.tensor([len(item.prefix) for item in inputs], device=device)
-        self.never_next = torch.tensor(
-            sorted({x for item in inputs for x in item.not_after_prefix}), dtype=torch.long, device=device
-        )
+        never_next = sorted({x for item in inputs for x in item.not_after_prefix})
+        self.never_next = torch.tensor(never_next, dtype=torch.long, device=device)
         self.until = longest + bool(len(self.never_next))
 
     def active(self, t: int) -> bool:
@@ -438,8 +422,7 @@ class Repetition(PastTokens):
 class PhraseProgress(NamedTuple):
     """The distance of hypotheses from meeting their requirements, at one step."""
 
-    need_N: Tensor  # fewest tokens until all requirements are met
-    need_NV: Tensor  # the same after each token
+    need_NV: Tensor  # fewest tokens until all requirements are met, after each token
     nearer_NV: Tensor  # whether a token is allowed and brings a requirement nearer
     pulled_N: Tensor  # whether the end was more probable than all tokens that bring a requirement nearer
 
@@ -447,11 +430,10 @@ class PhraseProgress(NamedTuple):
 class PhraseConstraint(Rule):
     """Required and forbidden phrases and stop strings: runs the automaton of its input along every hypothesis.
 
-    A token is forbidden if it completes a forbidden phrase, or if the limit would then leave too few tokens for the
-    requirements. So any search under this rule meets every requirement or finds no output. With `redistribute`, for
-    greedy search and sampling, the probability of ending too early is moved to tokens that bring a phrase nearer. After
-    a stop string, a hypothesis ends at no cost. A stop string may not begin within the prefix or the minimum length, or
-    before all requirements are met.
+    A token is forbidden if it completes a forbidden phrase or leaves too few tokens for the requirements. With
+    `redistribute` (greedy search and sampling), the probability of ending too early is moved to tokens that bring a
+    phrase nearer. After a stop string, a hypothesis ends at no cost. A stop string may not begin within the prefix or
+    the minimum length, or before all requirements are met.
     """
 
     def __init__(
@@ -477,9 +459,8 @@ class PhraseConstraint(Rule):
         self.met_QV = join([each.met_QV for each in automata])
         self.ban_QV = join([each.ban_QV for each in automata])
         self.stop_QV = join([each.stop_QV for each in automata]) if any(item.texts.stop for item in inputs) else None
-        self.need_MQ = join(
-            [np.pad(each.need_MQ, ((0, subsets - len(each.need_MQ)), (0, 0))) for each in automata], axis=1
-        )
+        needs = [np.pad(each.need_MQ, ((0, subsets - len(each.need_MQ)), (0, 0))) for each in automata]
+        self.need_MQ = join(needs, axis=1)
         self.requires = any(each.need_MQ.any() for each in automata)
         self.limit_B = per_input([item.limit for item in inputs])
         self.first_stop_B = per_input([max(item.minimum, len(item.prefix)) for item in inputs])
@@ -523,13 +504,10 @@ class PhraseConstraint(Rule):
         if self.redistribute:
             pulled_N = self._redistribute(value_NV, logp_NV[:, self.eos], need_N > 0, nearer_NV)
         value_NV[:, self.eos] = end_N
-        self._progress = PhraseProgress(need_N, need_NV, nearer_NV, pulled_N)
+        self._progress = PhraseProgress(need_NV, nearer_NV, pulled_N)
 
     def _redistribute(self, value_NV: Tensor, end_N: Tensor, unmet_N: Tensor, nearer_NV: Tensor) -> Tensor:
-        """Move the probability of the end to tokens that bring a requirement nearer, until the phrase is complete.
-
-        Returns the rows in which the end was more probable than all these tokens together.
-        """
+        """Move the probability of the end to tokens that bring a requirement nearer, until the phrase is complete."""
         near_NV = value_NV.masked_fill(~nearer_NV, -math.inf)
         committed_N1 = (self.committed_N & (near_NV > -math.inf).any(1)).unsqueeze(1)
         value_NV.masked_fill_(committed_N1 & ~nearer_NV, -math.inf)
@@ -537,7 +515,7 @@ class PhraseConstraint(Rule):
         unmet_N = unmet_N & (near_N > -math.inf)
         grown_NV = near_NV + (torch.logaddexp(near_N, end_N) - near_N).unsqueeze(1)
         torch.where(unmet_N.unsqueeze(1) & nearer_NV, grown_NV, value_NV, out=value_NV)
-        return unmet_N & (near_N < end_N)
+        return unmet_N & (near_N < end_N)  # rows in which the end was more probable than all these tokens together
 
     def spread(self, rows_N: Tensor) -> None:
         self.state_N = self.state_N[rows_N]
@@ -558,12 +536,10 @@ class PhraseConstraint(Rule):
             self.committed_N = committed_N & nearer_N & (self.met_N == met_N)
 
     def stages(self, alive_B: Tensor) -> tuple[Tensor, Tensor] | None:
-        """For a beam: the stage that each token leads to (0: all met), and whether it comes nearer; None: no phrases.
-
-        Call it after `apply`.
-        """
+        """After `apply`: the stage of each token (0: all met), and whether it comes nearer; None without phrases."""
         if self._progress is None:
             return None
-        need_NV = self._progress.need_NV
-        scale_N1 = self.stages_per_token_B[alive_B].repeat_interleave(len(need_NV) // len(alive_B)).unsqueeze(1)
-        return (need_NV * scale_N1).ceil().long(), self._progress.nearer_NV
+        need_AHV, nearer_AHV = (
+            x_NV.view(len(alive_B), -1, x_NV.shape[1]) for x_NV in (self._progress.need_NV, self._progress.nearer_NV)
+        )
+        return (need_AHV * self.stages_per_token_B[alive_B][:, None, None]).ceil().long(), nearer_AHV

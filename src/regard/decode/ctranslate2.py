@@ -48,8 +48,7 @@ def _load(run: Run, precision: str, workers: int, threads: int) -> Any:
 class CTranslate2Engine(Engine):
     """One run, decoded by CTranslate2: `workers` batches at once, each with `threads` threads.
 
-    Token scores come from a forced pass over the outputs. Total scores need this pass only if the search ranked by
-    something other than the probability of the model. Scores that are not requested are NaN.
+    Scores that are not requested are NaN. Total scores need a forced pass only if options change those of the search.
     """
 
     def __init__(
@@ -110,16 +109,13 @@ class CTranslate2Engine(Engine):
         rows = codec.encode_source([Example(source) for source in sources])
         inputs = [self._plain_input(source, row) for source, row in zip(sources, rows, strict=True)]
         outputs = self._search_all({i: item for i, item in enumerate(inputs) if not item.flags})
-        texts = [
-            [output_text(codec, item, output.ids) for output in outputs.get(i, ())] for i, item in enumerate(inputs)
+        return [
+            [output_text(codec, item, output.ids) for output in outputs.get(i, ())] or [""]
+            for i, item in enumerate(inputs)
         ]
-        return [row or [""] for row in texts]
 
     def _plain_input(self, source: str, row: list[int]) -> SearchInput:
-        """The search input of a plain source. Apart from the ids, it depends only on their number, and is cached.
-
-        Preparing a short source takes 0.2 ms, decoding it 4 ms.
-        """
+        """The search input of a plain source, cached by length: preparing one takes 0.2 ms, decoding it 4 ms."""
         if (cached := self._by_length.get(len(row))) and source.strip():
             return replace(cached, sources=(row,))
         (item,) = self.prepare([source])
@@ -204,11 +200,9 @@ class CTranslate2Engine(Engine):
     def _translate(self, inputs: Sequence[SearchInput], limit: int, strict: bool) -> list[Any]:
         """Start to search a batch, with outputs of at most `limit` tokens -> futures of the answers."""
         first = inputs[0]
-        suppressed: list[list[str]] | None = None
-        if strict:
-            sequences = [[index] for index in sorted(self._blocked)]
-            sequences += [[*first.prefix, index] for index in first.not_after_prefix]
-            suppressed = [[self._target[i] for i in sequence] for sequence in sequences]
+        sequences = [[index] for index in sorted(self._blocked)]
+        sequences += [[*first.prefix, index] for index in first.not_after_prefix]
+        suppressed = [[self._target[i] for i in sequence] for sequence in sequences] if strict else None
         prefixes = [[self._target[i] for i in item.prefix] for item in inputs]
         answers: list[Any] = self.translator.translate_batch(
             self._source_names(inputs),

@@ -83,26 +83,21 @@ def classify_ids(
     """The labels of texts as token ids, including the special tokens around them."""
     if not run.task.labels:
         raise UserError(f"{run.path}: its model is not a classifier")
-    results = [Classification("", {}, _too_long(run, len(row), max_source)) for row in rows]
-    fit = [i for i, result in enumerate(results) if not result.flags]
+    positions = run.config.top.max_positions or UNBOUNDED
+    flags = [too_long("text with its special tokens", len(row), positions, max_source) for row in rows]
+    results = [Classification("", {}, each) for each in flags]
+    fit = [i for i, each in enumerate(flags) if not each]
     for batch in by_length([len(rows[i]) for i in fit], batch_tokens):
         indices = [fit[j] for j in batch]
-        for part, answers in in_parts(lambda part: _classify_rows(run, [rows[i] for i in indices[part]]), len(indices)):  # noqa: B023
+
+        def classify_part(part: slice, indices: list[int] = indices) -> list[Classification]:
+            return _classify(run, *pad([rows[i] for i in indices[part]], run.config.ids.pad, run.model.device))
+
+        for part, answers in in_parts(classify_part, len(indices)):
             unfit = Classification("", {}, out_of_memory("text", len(rows[indices[part.start]])))
             for i, answer in zip(indices[part], answers or [unfit], strict=True):
                 results[i] = answer
     return results
-
-
-def _too_long(run: Run, tokens: int, most: int) -> dict[str, str]:
-    positions = run.config.top.max_positions
-    if positions is not None and tokens > positions:
-        bound = f"the {positions} positions of the model"
-    elif tokens > most:
-        bound = f"{most} (max_source)"
-    else:
-        return {}
-    return {"too_long": f"the text has {tokens} tokens with the special tokens around it, more than {bound}"}
 
 
 def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Classification]:
@@ -119,10 +114,6 @@ def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Classification]
         scaled = images.astype(np.float32) if pixels is None else pixels(images)
         results += _classify(run, torch.from_numpy(scaled).to(run.model.device), None)
     return results
-
-
-def _classify_rows(run: Run, rows: Sequence[TokenIds]) -> list[Classification]:
-    return _classify(run, *pad(rows, run.config.ids.pad, run.model.device))
 
 
 @torch.inference_mode()
@@ -153,8 +144,8 @@ class MaskedText(SearchInput):
 class MaskFiller(Engine):
     """Fills each mask of a text with its most probable token, independently of the other masks.
 
-    The score of a hypothesis is the sum of the log-probabilities of its tokens, one per mask; `top_tokens` are the
-    candidates for each mask. Probabilities are over the whole vocabulary, but special tokens are not candidates.
+    The tokens of a hypothesis are those of the masks, and `top_tokens` the candidates for each mask. Probabilities are
+    over the whole vocabulary, but special tokens are not candidates.
     """
 
     def __init__(self, runs: Run | Sequence[Run], options: Options | None = None) -> None:
@@ -193,7 +184,8 @@ class MaskFiller(Engine):
             return MaskedText((), flags={"empty": "the text is empty"})
         parts = text.split(self.mask)
         parts[:-1] = [part.removesuffix(self._space) for part in parts[:-1]]
-        codec, rows = self.run.codec, self.run.codec.source.encode(parts)
+        codec = self.run.codec
+        rows = codec.source.encode(parts)
         before, after = codec.ids.around(codec.frame)
         row = [*before, *rows[0], *(index for ids in rows[1:] for index in (self.mask_id, *ids)), *after]
         pairs = zip(parts, rows, strict=True)
@@ -225,25 +217,17 @@ class MaskFiller(Engine):
         for part_ND in x_ND.split(max(1, MAX_LOGITS // model.config.source_vocab)):
             logp_NV = model.predict(part_ND).float().log_softmax(-1)
             check_numbers(logp_NV)
-            yield from top_tokens(
-                logp_NV.index_fill_(1, self._never, -torch.inf), self.options.top_tokens or CANDIDATES
-            )
+            logp_NV.index_fill_(1, self._never, -torch.inf)
+            yield from top_tokens(logp_NV, self.options.top_tokens or CANDIDATES)
 
     def _hypothesis(self, item: MaskedText, candidates: list[list[tuple[int, float]]]) -> Hypothesis:
         ids, scores = zip(*(row[0] for row in candidates), strict=True)
         pieces = self.run.codec.source_pieces
         named = tuple(tuple(zip(pieces([i for i, _ in row]), [x for _, x in row], strict=True)) for row in candidates)
+        text = self._text(item.parts, ids)
         score = sum(scores)
-        return Hypothesis(
-            self._text(item.parts, ids),
-            score,
-            tuple(pieces(ids)),
-            scores,
-            score / len(ids),
-            ids,
-            flags=unknown_flags(item.unknown),
-            top_tokens=named,
-        )
+        flags = unknown_flags(item.unknown)
+        return Hypothesis(text, score, tuple(pieces(ids)), scores, score / len(ids), ids, flags=flags, top_tokens=named)
 
     def _text(self, parts: Sequence[str], ids: Sequence[int]) -> str:
         """The parts with tokens between them, joined as bytes because a token may be part of a character."""
@@ -280,8 +264,7 @@ class Embeddings(NamedTuple):
 def embed(run: Run, texts: Sequence[str], batch_tokens: int, average_windows: bool, normalize: bool) -> Embeddings:
     """The mean of the encoder's vectors for the tokens of each text, including special tokens.
 
-    If a text has more tokens than the model has positions, it is truncated or, with `average_windows`, read in several
-    windows.
+    A text with more tokens than the model has positions is truncated or, with `average_windows`, read in windows.
     """
     codec, model, config = run.codec, run.model, run.config
     before, after = codec.ids.around(codec.frame)
@@ -294,18 +277,15 @@ def embed(run: Run, texts: Sequence[str], batch_tokens: int, average_windows: bo
             truncated[owner] = len(ids)
         rows += [[*before, *ids[start : start + limit], *after] for start in starts]
         owners += [owner] * len(starts)
-    sums_ND, counts_N = torch.zeros(len(texts), config.top.out_width), torch.zeros(len(texts))
+    sums_ND = torch.zeros(len(texts), config.top.out_width)
+    counts_N = torch.zeros(len(texts))
     for batch in by_length([len(row) for row in rows], batch_tokens):
         ids_BS, keep_BS = pad([rows[i] for i in batch], config.ids.pad, model.device)
         x_BSD = model.hidden(ids_BS, keep_BS)
         check_numbers(x_BSD)
         owner_B = torch.tensor([owners[i] for i in batch])
-        sums_ND.index_add_(0, owner_B, _sum(x_BSD, keep_BS).float().cpu())
+        sum_BD = (x_BSD if keep_BS is None else x_BSD * keep_BS.unsqueeze(-1)).sum(1)
+        sums_ND.index_add_(0, owner_B, sum_BD.float().cpu())
         counts_N.index_add_(0, owner_B, torch.tensor([float(len(rows[i])) for i in batch]))
     mean_ND = sums_ND / counts_N.clamp(min=1).unsqueeze(1)
     return Embeddings((normalize_length(mean_ND, dim=-1) if normalize else mean_ND).numpy(), truncated, limit)
-
-
-def _sum(x_BSD: Tensor, keep_BS: Tensor | None) -> Tensor:
-    """The sum of the vectors of each row, without padding."""
-    return (x_BSD if keep_BS is None else x_BSD * keep_BS.unsqueeze(-1)).sum(1)

@@ -1,8 +1,4 @@
-"""Engines: they decode requests into lists of hypotheses.
-
-`TorchEngine` runs our own search with torch, `WorkerPool` distributes its batches over processes, `TokenStream` yields
-one output token by token. The engine of CTranslate2 is in `decode/ctranslate2.py`.
-"""
+"""Engines, which decode requests into hypotheses: our own search with torch, in one or more processes, or streamed."""
 
 from __future__ import annotations
 
@@ -11,8 +7,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -39,7 +36,7 @@ from regard.decode.search_inputs import Preparer, out_of_memory
 from regard.device import tune_allocator
 from regard.errors import UserError
 from regard.parallel import children
-from regard.parallel.children import Child, ChildDied
+from regard.parallel.children import Child, ChildDied, answer_requests
 from regard.parallel.cores import cores
 from regard.parallel.messages import Channel, Message
 from regard.run import Run
@@ -49,11 +46,7 @@ FORK_SECONDS = 0.1  # until a forked worker decodes
 
 
 class Engine(ABC):
-    """Runs that are loaded and ready to decode; a context manager that closes itself.
-
-    `prepare` tokenises requests once. `decode` accepts the prepared inputs in any number and grouping, with the same
-    outputs.
-    """
+    """Loaded runs that decode, with the same outputs for any grouping of inputs; closed at the end of a context."""
 
     options: Options
     preparer: Preparer
@@ -97,7 +90,8 @@ class TorchEngine(Engine):
         for batch in self.preparer.batches(dict(enumerate(inputs))):
             items = [inputs[i] for i in batch]
             for rows, decoded in in_parts(lambda rows: self._decode_batch(items[rows]), len(items)):  # noqa: B023
-                for i, row in zip(batch[rows], decoded or [_no_memory(items[rows.start])], strict=True):
+                unfit = out_of_memory("source", max(map(len, items[rows.start].sources)))
+                for i, row in zip(batch[rows], decoded or [[empty_hypothesis(unfit)]], strict=True):
                     results[i] = row
         return results
 
@@ -107,50 +101,34 @@ class TorchEngine(Engine):
     def finish(self, inputs: Sequence[SearchInput], decoded: Sequence[list[DecodedIds]]) -> list[list[Hypothesis]]:
         """The outputs of a search as hypotheses, with alignments and top tokens if the options ask for them."""
         codec = self.runs[0].codec
-        results = [
-            [empty_hypothesis(item.flags)] if item.flags else make_hypotheses(codec, self.options, item, outputs)
-            for item, outputs in zip(inputs, decoded, strict=True)
-        ]
-        if self.options.alignment:
-            self._align(inputs, results)
-        if self.options.top_tokens:
-            self._add_top_tokens(inputs, results)
+        options = self.options
+        pairs = zip(inputs, decoded, strict=True)
+        results = [make_hypotheses(codec, options, item, outputs) for item, outputs in pairs]
+        entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
+        ids = [results[i][rank].ids for i, rank in entries]
+        if options.alignment:
+            from regard.decode.alignment import align, load_heads  # rarely needed
+
+            heads = options.alignment_heads or load_heads(self.runs[0].path)
+            sources = [inputs[i].sources[0] for i, _ in entries]
+            alignments = align(self.runs[0], sources, ids, heads, options.batch_tokens)
+            for (i, rank), alignment in zip(entries, alignments, strict=True):
+                flags = {**results[i][rank].flags, **attention_flags(alignment)}
+                results[i][rank] = replace(results[i][rank], alignment=alignment, flags=flags)
+        if options.top_tokens:
+            from regard.decode.forced import force_top  # rarely needed
+
+            of_models = [inputs[i].sources for i, _ in entries]
+            tops = force_top(self.scorer, of_models, ids, options.top_tokens, options.batch_tokens)
+            for (i, rank), rows in zip(entries, tops, strict=True):
+                results[i][rank] = replace(results[i][rank], top_tokens=tuple(map(self.named_tokens, rows)))
         flag_segmentation(codec, results)
         return results
-
-    def _add_top_tokens(self, inputs: Sequence[SearchInput], results: list[list[Hypothesis]]) -> None:
-        from regard.decode.forced import force_top  # rarely needed
-
-        entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
-        sources = [inputs[i].sources for i, _ in entries]
-        targets = [results[i][rank].ids for i, rank in entries]
-        tops = force_top(self.scorer, sources, targets, self.options.top_tokens, self.options.batch_tokens)
-        for (i, rank), rows in zip(entries, tops, strict=True):
-            named = tuple(self.named_tokens(row) for row in rows)
-            results[i][rank] = replace(results[i][rank], top_tokens=named)
 
     def named_tokens(self, row: Sequence[tuple[int, float]]) -> TopTokens:
         """(Token id, score) pairs as (token, score) pairs."""
         pieces = self.runs[0].codec.target_pieces([index for index, _ in row])
         return tuple((piece, score) for piece, (_, score) in zip(pieces, row, strict=True))
-
-    def _align(self, inputs: Sequence[SearchInput], results: list[list[Hypothesis]]) -> None:
-        from regard.decode.alignment import align, load_heads  # rarely needed
-
-        entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
-        sources = [inputs[i].sources[0] for i, _ in entries]
-        outputs = [results[i][rank].ids for i, rank in entries]
-        heads = self.options.alignment_heads or load_heads(self.runs[0].path)
-        alignments = align(self.runs[0], sources, outputs, heads, self.options.batch_tokens)
-        for (i, rank), alignment in zip(entries, alignments, strict=True):
-            hypothesis = results[i][rank]
-            flags = {**hypothesis.flags, **attention_flags(alignment)}
-            results[i][rank] = replace(hypothesis, alignment=alignment, flags=flags)
-
-
-def _no_memory(item: SearchInput) -> list[Hypothesis]:
-    """The answer to an input that does not fit into memory in a batch of its own."""
-    return [empty_hypothesis(out_of_memory("source", max(map(len, item.sources))))]
 
 
 def generate(
@@ -158,8 +136,8 @@ def generate(
 ) -> Iterator[list[Hypothesis]]:
     """The best outputs for every input, in order; several runs form an ensemble.
 
-    `window` inputs are read ahead. The output of an input is empty and flagged if the input is empty or too long, if
-    its constraints cannot be met, or if memory does not suffice. Options that no input can satisfy are an error.
+    `window` inputs are read ahead. An input that cannot be decoded has an empty output with a flag. Options that no
+    input can satisfy are an error.
     """
     engine = TorchEngine(runs, options)
     for window in windows(inputs, engine.options.window):
@@ -197,29 +175,26 @@ class WorkerPool(Engine):
             return self.engine.decode([inputs[i] for i in batch])
 
         def ask(child: Child, batch: list[int]) -> list[list[Hypothesis]]:
-            request = {"inputs": [_input_to_json(inputs[i]) for i in batch]}
+            request = {"inputs": [{**vars(inputs[i]), "phrases": None} for i in batch]}
             try:
                 rows = child.ask(request).header["rows"]
             except ChildDied as error:
                 raise UserError(f"workers: {error}\n  with fewer workers, each has more memory") from None
             return [[_hypothesis_from_json(data) for data in row] for row in rows]
 
-        def store(batch: list[int], rows: list[list[Hypothesis]]) -> None:
-            for i, row in zip(batch, rows, strict=True):
-                results[i] = row
-
         while batches:
             sizes = [sum(1 + max(map(len, inputs[i].sources)) for i in batch) for batch in batches]
             if self._has_children(len(batches), sum(sizes)):
-                workers = [partial(ask, child) for child in self.children]
-                decoded = children.ordered_map(workers, batches, decode_here, self.close)
-                for batch, rows in zip(batches, decoded, strict=True):
-                    store(batch, rows)
                 break
             start = time.perf_counter()
             batch = batches.pop()  # a small one, to measure the speed
-            store(batch, decode_here(batch))
+            for i, row in zip(batch, decode_here(batch), strict=True):
+                results[i] = row
             self._seconds_per_token = (time.perf_counter() - start) / sizes[-1]
+        workers = [partial(ask, child) for child in self.children]  # for the rest of the batches, if there is one
+        decoded = children.ordered_map(workers, batches, decode_here, self.close)
+        for i, row in zip(chain(*batches), chain.from_iterable(decoded), strict=True):
+            results[i] = row
         return results
 
     def _has_children(self, batches: int, tokens: int) -> bool:
@@ -242,7 +217,8 @@ class WorkerPool(Engine):
     def _start_child(self, fork: bool) -> None:
         name = f"decoding process {len(self.children) + 2}"  # this process is the first
         if fork:
-            self.children.append(children.fork(partial(_answer_batches, self.engine), {}, name))
+            answer = partial(_answer, self.engine)
+            self.children.append(children.fork(lambda channel, _: answer_requests(channel, answer), {}, name))
             return
         settings = {
             "runs": [str(run.path) for run in self.engine.runs],
@@ -269,11 +245,6 @@ def can_fork() -> bool:
     return children.can_fork() and os.environ.get(PARALLELISM_VARIABLE) == "false"
 
 
-def _answer_batches(engine: TorchEngine, channel: Channel, settings: dict[str, Any]) -> None:
-    """The work of a forked child."""
-    children.answer_requests(channel, partial(_answer, engine))
-
-
 def load_and_answer(channel: Channel, settings: dict[str, Any]) -> None:
     """The work of a spawned child: load the runs at the first request, then answer batches."""
     engine: TorchEngine | None = None
@@ -287,7 +258,7 @@ def load_and_answer(channel: Channel, settings: dict[str, Any]) -> None:
         engine = TorchEngine([Run.load(path) for path in settings["runs"]], Options(**settings["options"]))
         return Message({})
 
-    children.answer_requests(channel, answer)
+    answer_requests(channel, answer)
 
 
 def _answer(engine: TorchEngine, request: Message) -> Message:
@@ -295,18 +266,14 @@ def _answer(engine: TorchEngine, request: Message) -> Message:
     return Message({"rows": [[_hypothesis_to_json(h) for h in row] for row in engine.decode(inputs)]})
 
 
-def _input_to_json(item: SearchInput) -> dict[str, Any]:
-    return {each.name: getattr(item, each.name) for each in fields(item) if each.name != "phrases"}
-
-
 def _input_from_json(preparer: Preparer, data: dict[str, Any]) -> SearchInput:
+    texts = PhraseTexts(*_tuples(data["texts"]))
     values = {name: _tuples(value) for name, value in data.items()}
-    texts = PhraseTexts(*values.pop("texts"))
-    return SearchInput(**values, texts=texts, phrases=preparer.phrases(texts))
+    return SearchInput(**{**values, "texts": texts, "phrases": preparer.phrases(texts)})
 
 
 def _hypothesis_to_json(hypothesis: Hypothesis) -> dict[str, Any]:
-    data = {each.name: getattr(hypothesis, each.name) for each in fields(hypothesis)}
+    data = dict(vars(hypothesis))
     if (alignment := hypothesis.alignment) is not None:
         soft = alignment.soft
         data["alignment"] = (soft.tolist(), soft.dtype.name, alignment.source, alignment.output)
@@ -343,17 +310,15 @@ class Piece:
 
     def as_dict(self) -> dict[str, object]:
         """The JSON shape."""
-        out: dict[str, object] = {"text": self.text, "token": self.token, "score": self.score}
-        if self.top_tokens:
-            out["top_tokens"] = top_tokens_json(self.top_tokens)
-        return out
+        top = {"top_tokens": top_tokens_json(self.top_tokens)} if self.top_tokens else {}
+        return {"text": self.text, "token": self.token, "score": self.score, **top}
 
 
 class TokenStream(Iterator[Piece]):
     """The pieces of one output, decoded on demand; at the end `hypothesis` is the same as without streaming.
 
-    With stop strings, tokens that may be part of one are held back, and the last token before them as well. If required
-    phrases need a beam search, all pieces come at its end.
+    Tokens that may be part of a stop string are held back, and the token before them as well. If required phrases need
+    a beam search, all pieces come at its end.
     """
 
     def __init__(self, engine: TorchEngine, item: SearchInput) -> None:
@@ -395,7 +360,7 @@ class TokenStream(Iterator[Piece]):
             index = int(step.tokens_N[0])
             score = float(step.scores_N[0])
             if score == -torch.inf:  # the rules allow no token
-                self._finish([])
+                self.hypothesis = engine.finish([item], [[]])[0][0]
                 return
             ids.append(index)
             scores.append(score)
@@ -404,7 +369,8 @@ class TokenStream(Iterator[Piece]):
             ended = index == scorer.eos
             if stopped or ended or (item.open_end and len(ids) == item.limit):
                 limited = len(ids) - ended == item.limit
-                self._finish([DecodedIds(tuple(ids), tuple(scores), sum(scores), limited)])
+                output = DecodedIds(tuple(ids), tuple(scores), sum(scores), limited)
+                self.hypothesis = engine.finish([item], [[output]])[0][0]
                 yield from self._pieces_until_end(shown)
                 return
             certain = len(ids)
@@ -437,15 +403,11 @@ class TokenStream(Iterator[Piece]):
         # A character whose bytes are incomplete decodes to replacement characters.
         return output_text(self._codec, self._item, ids[:certain]).rstrip("\N{REPLACEMENT CHARACTER}")
 
-    def _finish(self, outputs: list[DecodedIds]) -> None:
-        self.hypothesis = self._engine.finish([self._item], [outputs])[0][0]
-
 
 def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = None) -> TokenStream:
-    """The output for one input, token by token, including the end token; no pieces for an empty or overlong source.
+    """The output of greedy search or sampling for one input, token by token; no pieces for an empty or overlong source.
 
-    A continuation that ends at its limit or before a stop string has no end token. Only greedy search and sampling can
-    be streamed.
+    The end token is included, except after a continuation that ends at its limit or before a stop string.
     """
     engine = TorchEngine(runs, options)
     (prepared,) = engine.prepare([item])

@@ -37,14 +37,14 @@ class Scorer:
             raise UserError(f"weights: {len(weights)} given for {plural(len(models), 'run')}; give one for each")
         total = math.fsum(weights)
         self.weights = [weight / total for weight in weights] or [1 / len(models)] * len(models)
-        config = self.models[0].config
-        self.continues = config.encoder is None  # the output continues the source
-        self.eos = config.ids.eos
-        self.vocab = config.target_vocab
-        self.device = self.models[0].device
+        first = self.models[0]
+        self.continues = first.config.encoder is None  # the output continues the source
+        self.eos = first.config.ids.eos
+        self.vocab = first.config.target_vocab
+        self.device = first.device
         self.matmuls: Matmuls = {}
-        for model, kept in zip(self.models, packed or [PackedWeights() for _ in models], strict=True):
-            self.matmuls = {**self.matmuls, **kept.matmuls(model, precision == "bf16")}
+        for model, weights_of_model in zip(self.models, packed or [PackedWeights() for _ in models], strict=True):
+            self.matmuls = {**self.matmuls, **weights_of_model.matmuls(model, precision == "bf16")}
         self.blocked = torch.tensor(sorted(set(blocked)), dtype=torch.long, device=self.device)
         self.before_step: Callable[[], None] | None = None  # called before every step; may raise to end the search
 
@@ -102,10 +102,7 @@ def check_numbers(scores: Tensor) -> None:
 
 
 def similar_lengths(sources: Sequence[TokenIds], enough: int = 512) -> Iterator[Sequence[TokenIds]]:
-    """Split sources, in order, into parts of similar length, since padding costs as much to encode as tokens.
-
-    A part of at least `enough` tokens justifies its own forward pass. Sorted sources give the fewest parts.
-    """
+    """Split sources, in order, where lengths differ and a part has `enough` tokens: padding costs as much as tokens."""
     start = longest = 0
     for i, source in enumerate(sources):
         if len(source) * 4 < longest * 3 and (i - start) * longest >= enough:

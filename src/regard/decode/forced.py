@@ -69,9 +69,8 @@ class Scored:
 def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | None = None) -> Iterator[Scored]:
     """Score pairs, in order; several runs form an ensemble. Only the options of weights and batching are used.
 
-    An empty target for an empty source scores 0, as in `generate`. A pair has a flag and no score if it is too long, if
-    its features do not fit the run, or if memory does not suffice. For a language model, the source is a prompt and the
-    target is its continuation, scored with an end token.
+    A pair that cannot be scored has a flag. An empty target for an empty source scores 0, as in `generate`. For a
+    language model, the source is a prompt and the target is its continuation, scored with an end token.
     """
     runs = [runs] if isinstance(runs, Run) else list(runs)
     options = options or Options()
@@ -106,10 +105,7 @@ def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[st
 def force(
     scorer: Scorer, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], batch_tokens: int = 8192
 ) -> list[tuple[float, ...] | None]:
-    """The log-probability of each token of every target (with end token); None if a pair does not fit into memory.
-
-    `sources` are ids per model.
-    """
+    """The log-probability of each token of every target (with end token); None if a pair does not fit into memory."""
 
     def scores(batch: Sequence[int]) -> list[NDArray[np.float64]]:
         parts = _forced(scorer, [sources[i] for i in batch], [targets[i] for i in batch])
@@ -210,8 +206,7 @@ def _encode(
 class TokenScores(NamedTuple):
     """Per token of a plain text except the first: negative log-probability, whether correct, whether predicted.
 
-    With masked spans, the sentinel before a span counts with its first token, the closing sentinel and the end token
-    with the last token of all.
+    The sentinel before a span counts with its first token, the closing sentinel and the end token with the last one.
     """
 
     nll: Numbers
@@ -224,10 +219,7 @@ Part = tuple[NDArray[np.integer[Any]], Numbers, Numbers]  # tokens by number, nl
 
 @torch.inference_mode()
 def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
-    """Score the tokens of a plain text with the objective of the run's task, `context` tokens at a time.
-
-    `memory` is the length of segment memory, by default as in training.
-    """
+    """Score a plain text with the objective of the run's task, with `memory` tokens of segment memory if set."""
     scores = TokenScores(*(np.zeros(len(ids) - 1) for _ in TokenScores._fields))
     for index, nll, correct in TEXT_SCORERS[run.task.name](run, ids, context, memory):
         for sums, values in zip(scores, (nll, correct, np.ones(len(index))), strict=True):
@@ -287,9 +279,8 @@ def _score_segments(model: Model, ids: NDArray[np.uint32], context: int, memory:
 def _use_memory(decoder: Transformer, memory: int, context: int) -> Iterator[None]:
     """Set the length of the segment memory of a decoder while the context is open.
 
-    If it is longer than in training, the attention of every token is limited to the longest distance in training:
-    further keys would get attention that the model has not learned to use. Relative distances are clipped to the
-    longest distance that all tokens of a segment had in training.
+    If it is longer than in training, attention is limited to the longest distance in training, and relative distances
+    are clipped to the longest one that all tokens of a segment had in training.
     """
     relatives = [module for module in decoder.modules() if isinstance(module, Relative)]
     trained, window, reaches = decoder.memory, decoder.window, [relative.reach for relative in relatives]

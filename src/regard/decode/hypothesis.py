@@ -96,13 +96,8 @@ class Hypothesis:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON shape. Utility, alignment, top tokens and flags only if present; never the candidates."""
-        out: dict[str, Any] = {
-            "text": self.text,
-            "score": self.score,
-            "tokens": list(self.tokens),
-            "token_scores": list(self.token_scores),
-            "normalized": self.normalized,
-        }
+        out: dict[str, Any] = {"text": self.text, "score": self.score, "tokens": list(self.tokens)}
+        out |= {"token_scores": list(self.token_scores), "normalized": self.normalized}
         if self.utility is not None:
             out["utility"] = self.utility
         if self.alignment is not None:
@@ -138,12 +133,13 @@ def make_hypotheses(
 
 
 def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: DecodedIds) -> Hypothesis:
-    text = None
     flags = unknown_flags(item.unknown)
     stop = None
     if item.phrases is not None and item.texts.stop:  # the end token completes the last character
         stop = item.phrases.find_stop((*output.ids, codec.ids.eos))
-    if stop is not None:
+    if stop is None:
+        text = output_text(codec, item, output.ids)
+    else:
         end, length = stop
         text = stopped_text(codec, item, output.ids[:end], length)
         flags["stopped"] = f"ended before a stop string ({', '.join(map(repr, item.texts.stop))})"
@@ -153,30 +149,19 @@ def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: Decod
     flags |= output_flags(ids, source, output.token_scores)
     if output.limited:
         flags["max_length"] = f"ended at the limit of {plural(item.limit, 'token')}"
-    return Hypothesis(
-        output_text(codec, item, output.ids) if text is None else text,
-        output.score,
-        tuple(codec.target_pieces(output.ids)),
-        output.token_scores,
-        output.score / max(1, len(output.ids)) ** options.length_penalty,
-        output.ids,
-        flags=flags,
-    )
+    pieces = tuple(codec.target_pieces(output.ids))
+    normalized = output.score / max(1, len(output.ids)) ** options.length_penalty
+    return Hypothesis(text, output.score, pieces, output.token_scores, normalized, output.ids, flags=flags)
 
 
 def stopped_text(codec: Codec, item: SearchInput, ids: Sequence[int], length: int) -> str:
     """The text before the stop string that the last of `ids` completes; the first `length` ids begin before it."""
     before = output_text(codec, item, ids[:length])
-    if not splits_tokens(codec):
+    if codec.target.scheme in ("space", "nfd"):  # no string begins or ends within a token
         return before
     text = output_text(codec, item, ids)
     ends = [(at + len(string), at) for string in item.texts.stop if (at := text.find(string)) >= 0]
     return text[: min(ends)[1]] if ends else before  # the first one to end, the longest of several
-
-
-def splits_tokens(codec: Codec) -> bool:
-    """Whether a string of the text can begin or end within a token."""
-    return codec.target.scheme not in ("space", "nfd")
 
 
 def output_text(codec: Codec, item: SearchInput, ids: Sequence[int]) -> str:
@@ -228,9 +213,7 @@ def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
     for size in range(1, len(row) // LOOP_TURNS + 1):
         same = np.concatenate(([False], row[size:] == row[:-size], [False])).astype(np.int8)
         edges = np.flatnonzero(np.diff(same))
-        if not len(edges):
-            continue
-        covered = int((edges[1::2] - edges[::2]).max()) + size  # tokens
+        covered = int((edges[1::2] - edges[::2]).max(initial=0)) + size  # tokens
         turns = covered // size
         if turns >= LOOP_TURNS and covered >= LOOP_TOKENS and (not longest or turns * size > longest[0] * longest[1]):
             longest = size, turns
@@ -272,10 +255,7 @@ def probability_shares(scores: Sequence[float]) -> list[float]:
 def expected_utility(
     texts: Sequence[str], weights: Sequence[float], utility: Utility, spaced: bool = False
 ) -> list[float]:
-    """The expected utility (0 to 1) of every text, if each text is the reference with the probability `weights`.
-
-    Edit distance counts characters, or tokens if the texts are tokens separated by spaces (`spaced`).
-    """
+    """The expected utility (0 to 1) of every text, if each text is the reference with the probability `weights`."""
     compare = _utility(utility, spaced)
     mass: dict[str, float] = {}
     for text, weight in zip(texts, weights, strict=True):
@@ -288,6 +268,7 @@ def expected_utility(
 
 
 def _utility(name: Utility, spaced: bool) -> Callable[[str, str], float]:
+    """A measure of two texts; edit distance counts characters, or tokens of texts that are separated by spaces."""
     if name == "exact":
         return lambda text, other: 0.0  # the utility of equal texts is 1 by every measure
     # Imported here because these measures are rarely needed.

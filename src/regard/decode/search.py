@@ -1,7 +1,4 @@
-"""Search over token ids: greedy search (the default), sampling, beam search, and alternatives at one position.
-
-All strategies run under the same rules.
-"""
+"""Search over token ids: greedy search (the default), sampling, beam search, and alternatives at one position."""
 
 from __future__ import annotations
 
@@ -33,8 +30,8 @@ Tokens = Tensor | list[Tensor]  # fed to all models alike, or (at the first step
 def best(value_NV: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
     """The `count` highest values of each row, in order, and their indices.
 
-    A large vocabulary is searched in two steps, chunk maxima first, which is several times faster than one `topk`: the
-    highest `count` values lie within the `count` chunks of the highest maxima.
+    The highest `count` values lie within the `count` chunks of the highest maxima. For a large vocabulary, finding
+    these chunks first is several times faster than one `topk`.
     """
     rows, vocab = value_NV.shape
     chunks = vocab // chunk
@@ -141,14 +138,8 @@ def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages
     carried = min(width, rows * each)
     order_AW = is_end_AC.byte().argsort(dim=1, stable=True)[:, :carried]
     from_AW = index_AC.gather(1, order_AW) - rows
-    return Picked(
-        sum_AC.gather(1, order_AW),
-        from_AW // each,
-        token_AC.gather(1, from_AW),
-        ended_AC,
-        sum_AC[:, :width],
-        index_AC[:, :width],
-    )
+    ends = ended_AC, sum_AC[:, :width], index_AC[:, :width]
+    return Picked(sum_AC.gather(1, order_AW), from_AW // each, token_AC.gather(1, from_AW), *ends)
 
 
 def _turns(stage_AC: Tensor) -> Tensor:
@@ -199,10 +190,7 @@ class BackPointers:
 
 
 class BeamSearch:
-    """A beam search over a batch; each group is `extra` wider than the options say.
-
-    A group may be closed when as many of its hypotheses have ended as the options say.
-    """
+    """A beam search over a batch. Each group is `extra` wider than its share of the beam."""
 
     def __init__(
         self,
@@ -221,7 +209,7 @@ class BeamSearch:
         self.options = options
         self.coverage = coverage
         self.constraint = next((rule for rule in rules if isinstance(rule, PhraseConstraint)), None)
-        self.beam = options.beam // groups  # of each group
+        self.beam = options.beam // groups  # of each group, which may be closed when this many hypotheses have ended
         self.width = self.beam + extra
         self.keep = options.mbr or options.nbest
         self.limit_B = torch.tensor([item.limit for item in inputs], device=device)
@@ -234,14 +222,13 @@ class BeamSearch:
         self.finished = FinishedHypotheses(len(inputs), groups, self.keep if groups == 1 else self.width, device)
         self.pointers = BackPointers()
         tokens, states = scorer.start(inputs)
-        states = tuple(state.with_prefix_tree(len(inputs), device) for state in states)
+        self.tokens: Tokens = tokens
+        self.states = tuple(state.with_prefix_tree(len(inputs), device) for state in states)
         if groups > 1:
             rows_N = self.alive_A.repeat_interleave(groups)
-            tokens, states = _spread(tokens, states, rules, rows_N)
+            self.tokens, self.states = _spread(tokens, self.states, rules, rows_N)
             if coverage is not None:
                 coverage.select(rows_N)
-        self.tokens: Tokens = tokens
-        self.states = states
 
     def run(self) -> list[list[DecodedIds]]:
         """The n-best outputs of every input, best first; fewer if fewer ended."""
@@ -253,12 +240,32 @@ class BeamSearch:
                 self.coverage.add()
             value_AGWV = steer(logp_NV, self.rules, t, self.alive_A).view(*self.sum_AGW.shape, -1)
             stages = None if self.constraint is None else self.constraint.stages(self.alive_A)
-            picked = _pick_groups(self.sum_AGW, value_AGWV, eos, self.width, self.options.diversity, stages)
+            picked = self._pick(value_AGWV, stages)
             if bool(picked.ended_AC.any()):
                 self._finish(picked, t)
             if not self._advance(picked, logp_NV, t):
                 break
-        return [outputs[: self.keep] for outputs in _read(self.finished, self.pointers, self.inputs, eos)]
+        return [outputs[: self.keep] for outputs in self._outputs()]
+
+    def _pick(self, value_AGWV: Tensor, stages: Stages | None) -> Picked:
+        """Pick for each group in turn -> tensors (A, G, ...). A token costs `diversity` per earlier group with it."""
+        sum_AGW = self.sum_AGW
+        diversity = self.options.diversity
+        eos = self.scorer.eos
+        groups = sum_AGW.shape[1]
+        if groups == 1:
+            return Picked(*(x.unsqueeze(1) for x in pick(sum_AGW[:, 0], value_AGWV[:, 0], eos, self.width, stages)))
+        picks: list[Picked] = []
+        taken_AV = torch.zeros_like(value_AGWV[:, 0, 0])
+        for g in range(groups):
+            group_stages = stages and (stages[0].view_as(value_AGWV)[:, g], stages[1].view_as(value_AGWV)[:, g])
+            value_AWV = value_AGWV[:, g] - diversity * taken_AV.unsqueeze(1)
+            picked = pick(sum_AGW[:, g], value_AWV, eos, self.width, group_stages)
+            # The cost affects the choice of tokens only; it is not part of their sums.
+            cost_AW = diversity * taken_AV.gather(1, picked.token_AW)
+            picks.append(picked._replace(sum_AW=picked.sum_AW + cost_AW))
+            taken_AV.scatter_add_(1, picked.token_AW, (picked.sum_AW > -math.inf).to(taken_AV.dtype))
+        return Picked(*(torch.stack(x, 1) for x in zip(*picks, strict=True)))
 
     def _rows(self, parent_AGX: Tensor) -> Tensor:
         """Rows within the batch from rows within the group."""
@@ -315,48 +322,23 @@ class BeamSearch:
         self.sum_AGW = sum_AGW
         return True
 
-
-def _pick_groups(
-    sum_AGW: Tensor, value_AGWV: Tensor, eos: int, width: int, diversity: float, stages: Stages | None
-) -> Picked:
-    """Pick for each group in turn -> tensors (A, G, ...). A token costs `diversity` per earlier group that took it."""
-    groups = sum_AGW.shape[1]
-    picks: list[Picked] = []
-    taken_AV = torch.zeros_like(value_AGWV[:, 0, 0]) if groups > 1 else None
-    for g in range(groups):
-        value_AWV = value_AGWV[:, g]
-        group_stages = None
-        if stages is not None:
-            stage_NV, nearer_NV = stages
-            group_stages = stage_NV.view_as(value_AGWV)[:, g], nearer_NV.view_as(value_AGWV)[:, g]
-        if taken_AV is None:
-            return Picked(*(x.unsqueeze(1) for x in pick(sum_AGW[:, g], value_AWV, eos, width, group_stages)))
-        picked = pick(sum_AGW[:, g], value_AWV - diversity * taken_AV.unsqueeze(1), eos, width, group_stages)
-        # The cost affects the choice of tokens only; it is not part of their sums.
-        cost_AW = diversity * taken_AV.gather(1, picked.token_AW)
-        picks.append(picked._replace(sum_AW=picked.sum_AW + cost_AW))
-        taken_AV.scatter_add_(1, picked.token_AW, (picked.sum_AW > -math.inf).to(taken_AV.dtype))
-    return Picked(*(torch.stack(x, 1) for x in zip(*picks, strict=True)))
-
-
-def _read(
-    finished: FinishedHypotheses, pointers: BackPointers, inputs: Sequence[SearchInput], eos: int
-) -> list[list[DecodedIds]]:
-    """The finished hypotheses of every sentence, best first, without duplicates."""
-    order_BF = finished.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
-    value_BF = finished.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
-    end_BF2 = finished.end_BGF2.flatten(1, 2).numpy(force=True)
-    sentence, rank = np.nonzero(value_BF > -math.inf)
-    at, rows = end_BF2[sentence, order_BF.numpy(force=True)[sentence, rank]].T
-    tokens, scores = pointers.read(at, rows)
-    results: list[dict[tuple[int, ...], DecodedIds]] = [{} for _ in inputs]
-    for i, (b, r, t, row) in enumerate(zip(sentence.tolist(), rank.tolist(), at.tolist(), rows.tolist(), strict=True)):
-        limited = t == inputs[b].limit
-        ids, token_scores = tuple(tokens[i, :t].tolist()), tuple(scores[i, :t].tolist())
-        if not (limited and inputs[b].open_end):
-            ids, token_scores = (*ids, eos), (*token_scores, float(pointers.ends[t][row]))
-        results[b].setdefault(ids, DecodedIds(ids, token_scores, float(value_BF[b, r]), limited))
-    return [list(outputs.values()) for outputs in results]
+    def _outputs(self) -> list[list[DecodedIds]]:
+        """The finished hypotheses of every sentence, best first, without duplicates."""
+        order_BF = self.finished.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
+        value_BF = self.finished.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
+        end_BF2 = self.finished.end_BGF2.flatten(1, 2).numpy(force=True)
+        sentence, rank = np.nonzero(value_BF > -math.inf)
+        at, rows = end_BF2[sentence, order_BF.numpy(force=True)[sentence, rank]].T
+        tokens, scores = self.pointers.read(at, rows)
+        results: list[dict[tuple[int, ...], DecodedIds]] = [{} for _ in self.inputs]
+        ended = zip(sentence.tolist(), rank.tolist(), at.tolist(), rows.tolist(), strict=True)
+        for i, (b, r, t, row) in enumerate(ended):
+            limited = t == self.inputs[b].limit
+            ids, token_scores = tuple(tokens[i, :t].tolist()), tuple(scores[i, :t].tolist())
+            if not (limited and self.inputs[b].open_end):
+                ids, token_scores = (*ids, self.scorer.eos), (*token_scores, float(self.pointers.ends[t][row]))
+            results[b].setdefault(ids, DecodedIds(ids, token_scores, float(value_BF[b, r]), limited))
+        return [list(outputs.values()) for outputs in results]
 
 
 # Greedy search and sampling
@@ -382,10 +364,7 @@ def greedy(value_NV: Tensor, step: int, rows_N: Tensor) -> Tensor:
 def steps(
     scorer: Scorer, inputs: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
 ) -> Iterator[Step]:
-    """The loop of greedy search and sampling: one token per row and step, with `count` rows per input, until all end.
-
-    The rules must end every row at its limit, as `Length` does.
-    """
+    """Greedy search and sampling: a token per row and step, `count` rows per input, until the rules have ended all."""
     start_tokens, states = scorer.start(inputs)
     alive_B = torch.arange(len(inputs), device=scorer.device)
     limit_B = torch.tensor([item.limit for item in inputs], device=scorer.device)
@@ -449,11 +428,7 @@ def make_choice(scorer: Scorer, inputs: Sequence[SearchInput], options: Options,
 
 
 class Sampler:
-    """Draws from the truncated distribution at the temperature of the options, one random number per row and step.
-
-    The random numbers are a function of the seed, the key of the input and the number of the sample. So an input gives
-    the same samples in any batch, and however many are drawn.
-    """
+    """Draws tokens with random numbers that depend on the seed, the input and the number of the sample only."""
 
     def __init__(self, inputs: Sequence[SearchInput], count: int, options: Options, device: torch.device) -> None:
         self.options = options
@@ -504,11 +479,9 @@ def search(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> l
         count = options.mbr or options.nbest
         rules = make_rules(scorer, inputs, options, one_path=True)
         return decode_paths(scorer, inputs, rules, make_choice(scorer, inputs, options, count), count)
-    # The width of a beam depends only on the phrases that its input requires, not on the rest of the batch.
-    stages = [item.stages for item in inputs]
     results: list[list[DecodedIds]] = [[] for _ in inputs]
-    for extra in sorted(set(stages)):
-        indices = [i for i, own in enumerate(stages) if own == extra]
+    for extra in sorted({item.stages for item in inputs}):  # no beam depends on the rest of the batch
+        indices = [i for i, item in enumerate(inputs) if item.stages == extra]
         for i, outputs in zip(indices, _best(scorer, [inputs[i] for i in indices], options, extra), strict=True):
             results[i] = outputs
     return results

@@ -31,7 +31,6 @@ from regard.decode.request import Input, Options, Request
 from regard.errors import UserError, plural
 from regard.run import Run
 from regard.text.codec import Example
-from regard.text.tokenizer import Tokenizer
 
 LENGTH_RATIO = 3  # the default limit is LENGTH_RATIO * source + LENGTH_EXTRA
 LENGTH_EXTRA = 50
@@ -42,10 +41,7 @@ UNBOUNDED = 10**9  # positions of a model without a position table
 
 
 class Preparer:
-    """Tokenises requests for an ensemble of runs and checks that their constraints can be satisfied.
-
-    Options that no input can satisfy raise a UserError at once; a single request that cannot be satisfied is flagged.
-    """
+    """Tokenises requests for an ensemble of runs, and flags requests whose constraints cannot be satisfied."""
 
     def __init__(self, runs: Sequence[Run], options: Options, max_tokens: int = UNBOUNDED) -> None:
         """`max_tokens` is a limit of the engine on source and target, in addition to the limits of the runs."""
@@ -59,7 +55,10 @@ class Preparer:
             if getattr(options, name):
                 raise UserError(f"{name}: a language model has no source to align with; leave it out")
         self.blocked = sorted({index for run in runs for index in run.never_produced(options.unknown)})
-        self.combining = _combining_tokens(self.codec.target)
+        target = self.codec.target
+        pieces = target.pieces(range(target.size)) if target.scheme == "nfd" else []
+        # Tokens that can change the character before them.
+        self.combining = tuple(i for i, piece in enumerate(pieces) if i not in target.special and is_combining(piece))
         self._phrases: dict[PhraseTexts, Phrases] = {}
         self._check_options()
 
@@ -125,10 +124,8 @@ class Preparer:
         """Refuse options that no input can satisfy, whatever its length."""
         most = self.max_target - self.continues
         if self.options.min_length > most:
-            raise UserError(
-                f"min_length: {plural(self.options.min_length, 'token')} do not fit: the model has learned positions"
-                f" for {most}"
-            )
+            length = plural(self.options.min_length, "token")
+            raise UserError(f"min_length: {length} do not fit: the model has learned positions for {most}")
         self._constraints(Request(""), min(most, self.options.max_length or most))
 
     def _lengths(self, source: int, request: Request) -> tuple[int, int]:
@@ -149,17 +146,21 @@ class Preparer:
                 default = usual if self.continues else min(usual, default)
             limits.append(max(default, minimum))
         if minimum > min(limits):
-            raise UserError(
-                f"min_length, min_ratio: the minimum of {plural(minimum, 'token')} is above the limit of {min(limits)}"
-                " (max_length, max_ratio, or the model's learned positions)"
-            )
+            limit = f"{min(limits)} (max_length, max_ratio, or the model's learned positions)"
+            length = plural(minimum, "token")
+            raise UserError(f"min_length, min_ratio: the minimum of {length} is above the limit of {limit}")
         return minimum, min(limits)
 
     def _constraints(self, request: Request, limit: int) -> tuple[list[int], PhraseTexts, Phrases | None]:
         """The prefix and the phrases of an output of at most `limit` tokens; checks that it exists."""
-        text = request.prefix or self.options.prefix
+        options = self.options
+        text = request.prefix or options.prefix
         prefix = self._prefix(text, limit)
-        texts = self._texts(request)
+        any_of = (options.require_any,) if options.require_any else ()
+        require = (*((phrase,) for phrase in options.require), *any_of, *request.require)
+        forbid = (*options.forbid, *request.forbid)
+        stop = (*options.stop, *request.stop)
+        texts = PhraseTexts(*(tuple(dict.fromkeys(each)) for each in (require, forbid, stop)))
         phrases = self.phrases(texts)
         if phrases is not None:
             self._check_satisfiable(text, prefix, texts, phrases, limit)
@@ -186,17 +187,6 @@ class Preparer:
                 raise UserError(f"prefix {text!r}: {repeated!r} occurs twice in it, which no_repeat_ngram rules out")
         return prefix
 
-    def _texts(self, request: Request) -> PhraseTexts:
-        """The phrases of the options and of a request."""
-        options = self.options
-        any_of = (options.require_any,) if options.require_any else ()
-        require = (*((phrase,) for phrase in options.require), *any_of, *request.require)
-        return PhraseTexts(
-            tuple(dict.fromkeys(require)),
-            tuple(dict.fromkeys((*options.forbid, *request.forbid))),
-            tuple(dict.fromkeys((*options.stop, *request.stop))),
-        )
-
     def phrases(self, texts: PhraseTexts) -> Phrases | None:
         """The automaton of these phrases, None if there are none."""
         if not any(texts):
@@ -220,15 +210,11 @@ class Preparer:
             raise UserError(f"prefix {text!r} contains a phrase that forbid rules out")
         required = f"require {', '.join(' or '.join(map(repr, each)) for each in texts.require)}"
         if needed >= NEVER:
-            raise UserError(
-                f"{required}: no output contains this: part of it is not in the target vocabulary, or forbid or stop"
-                " rules it out"
-            )
+            cause = "part of it is not in the target vocabulary, or forbid or stop rules it out"
+            raise UserError(f"{required}: no output contains this: {cause}")
         if len(prefix) + needed > limit:
-            raise UserError(
-                f"{required}: needs at least {plural(len(prefix) + needed, 'token')}, more than the output limit of"
-                f" {limit} (max_length)"
-            )
+            length = plural(len(prefix) + needed, "token")
+            raise UserError(f"{required}: needs at least {length}, more than the output limit of {limit} (max_length)")
 
     @cached_property
     def _speller(self) -> Speller:
@@ -245,11 +231,16 @@ class Preparer:
                 raise UserError(f"{option} {empty[0]!r}: this phrase is empty")
         if self._speller.spaced:
             texts = self._known_words(texts)
-        self._check_stops(texts)
+        for string in texts.stop:
+            stop = spell(string)
+            if len(stop) > MAX_STOP:
+                raise UserError(f"stop {string[:20]!r}...: at most {MAX_STOP} letters, not {len(stop)}")
+            for phrase in (phrase for each in texts.require for phrase in each):
+                if _overlap(spell(phrase), stop):
+                    raise UserError(f"require {phrase!r} and stop {string!r}: a part of one begins the other")
         require = [[spell(phrase) for phrase in each] for each in texts.require]
         forbid = [spell(phrase) for phrase in texts.forbid]
-        stop = [spell(string) for string in texts.stop]
-        return make_phrases(require, forbid, self._speller.spelling, stop)
+        return make_phrases(require, forbid, self._speller.spelling, [spell(string) for string in texts.stop])
 
     def _known_words(self, texts: PhraseTexts) -> PhraseTexts:
         """The phrases whose words are all in the vocabulary: no output contains the others."""
@@ -262,25 +253,6 @@ class Preparer:
                 word = self.codec.target.unknown_tokens(each[0])[0]
                 raise UserError(f"require {each[0]!r}: {word!r} is not in the target vocabulary")
         return PhraseTexts(tuple(known(each) for each in texts.require), known(texts.forbid), known(texts.stop))
-
-    def _check_stops(self, texts: PhraseTexts) -> None:
-        """Refuse stop strings that are too long, or overlap with a required phrase."""
-        spell = self._speller.spell
-        for string in texts.stop:
-            stop = spell(string)
-            if len(stop) > MAX_STOP:
-                raise UserError(f"stop {string[:20]!r}...: at most {MAX_STOP} letters, not {len(stop)}")
-            for phrase in (phrase for each in texts.require for phrase in each):
-                if _overlap(spell(phrase), stop):
-                    raise UserError(f"require {phrase!r} and stop {string!r}: a part of one begins the other")
-
-
-def _combining_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that can change the character before them."""
-    if tokenizer.scheme != "nfd":
-        return ()
-    pieces = tokenizer.pieces(range(tokenizer.size))
-    return tuple(index for index, piece in enumerate(pieces) if index not in tokenizer.special and is_combining(piece))
 
 
 def _overlap(required: Letters, stop: Letters) -> bool:
@@ -314,22 +286,17 @@ def check_ensemble(runs: Sequence[Run]) -> Config:
             raise UserError("ensemble: a language model and a model that reads a source cannot answer together")
         ours, theirs = ((x.config.target_vocab, x.config.ids, x.codec.target.to_json()) for x in (run, first))
         if ours != theirs:
-            raise UserError(
-                f"ensemble: {run.path} has another target vocabulary than {first.path};"
-                " train both with the same target tokens"
-            )
+            advice = "train both with the same target tokens"
+            raise UserError(f"ensemble: {run.path} has another target vocabulary than {first.path}; {advice}")
     return first.config
 
 
 def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
-    """The most source and target tokens for which every run has positions, end tokens not counted.
-
-    In a language model, source and target share the positions, and at least one is left for the target.
-    """
+    """The most source and target tokens for which every run has positions, end tokens not counted."""
     stacks = [run.config.stacks for run in runs]
     decoder = min(stack["decoder"].max_positions or UNBOUNDED for stack in stacks)
     if runs[0].config.encoder is None:
-        return decoder - 1, decoder
+        return decoder - 1, decoder  # source and target share the positions, and one is left for the target
     return min(stack["encoder"].max_positions or UNBOUNDED for stack in stacks) - 1, decoder - 1
 
 

@@ -1,14 +1,9 @@
 """Sharded output: the lines of a file are answered shard by shard, by any number of processes; a kill loses no shard.
 
-The directory `OUT.shards` next to the output holds the state: `command.json` describes the command and the offsets of
-the shards in the input, and each finished shard is a complete file. A process claims a shard with a lock, which the
-kernel releases when the process ends. On a file system without locks, two processes may answer the same shard, with the
-same result. When all shards are finished, they are joined and the directory is removed. It is renamed first, so that no
-process sees it half removed; if the removal is interrupted, the next command completes it.
-
-With Ray Data, actors on the machines of a cluster answer the shards. Each actor loads the runs once, reads the input
-and writes shards itself, so all machines need the same file system paths. If an actor dies, Ray restarts it and
-reassigns its shard.
+The directory `OUT.shards` holds the state: `command.json` describes the command and the offsets of the shards in the
+input, and each finished shard is a complete file. A process claims a shard with a lock, which the kernel releases when
+the process ends. Without locks, two processes may answer the same shard, with the same result. With Ray Data, actors
+read the input and write the shards themselves, so all machines need the same file system paths.
 """
 
 from __future__ import annotations
@@ -37,7 +32,6 @@ from regard.parallel.ray_cluster import connected
 
 FORMAT = 1
 COMMAND, LOCK, JOINED = "command.json", "lock", "joined"
-DISCARDED = ".done"  # suffix of a state directory that is being removed
 REMAINS = re.compile(rf"\d{{6,}}\.(shard|lock)|{JOINED}|{LOCK}|.*\.tmp")  # files of a state without its command
 CHUNK_BYTES = 1 << 20
 POLL_SECONDS = 0.2  # between two attempts to claim a shard that another process holds
@@ -81,10 +75,8 @@ class Input(NamedTuple):
 
     @property
     def shards(self) -> list[Shard]:
-        return [
-            Shard(number, 1 + number * self.lines, start, stop - start)
-            for number, (start, stop) in enumerate(pairwise(self.offsets))
-        ]
+        spans = enumerate(pairwise(self.offsets))
+        return [Shard(number, 1 + number * self.lines, start, stop - start) for number, (start, stop) in spans]
 
 
 class ShardDirectory:
@@ -107,15 +99,14 @@ class ShardDirectory:
     def begin(cls, out: Path, file: str, lines: int, command: Mapping[str, Any]) -> Iterator[Self]:
         """Begin a command, or continue an interrupted one; the state is locked until the end of the context.
 
-        `lines` is the size of a shard. `command` (JSON) is everything the output depends on except the input. The state
-        of a different command is refused.
+        `lines` is the size of a shard. `command` (JSON) is everything the output depends on except the input.
         """
         path = state_of(out)
         _check_paths(out, file)
         scanned = _size_and_time(file)
         source = Input.scan(file, lines)._asdict()
         state = {"format": FORMAT, "file": str(Path(file).resolve()), "command": command, "input": source}
-        state = json.loads(json.dumps(state))
+        state = json.loads(json.dumps(state))  # as it is compared with a saved one
         try:
             path.mkdir(exist_ok=True)
         except OSError as error:
@@ -183,10 +174,7 @@ class ShardDirectory:
         if self._stream.seekable():
             self._stream.seek(shard.offset)
         else:
-            while (distance := shard.offset - self._position) > 0:
-                skipped = self._stream.read(min(CHUNK_BYTES, distance))
-                if not skipped:
-                    break
+            while skipped := self._stream.read(min(CHUNK_BYTES, shard.offset - self._position)):
                 self._position += len(skipped)
         self._position = shard.offset + shard.size
         return lines_of(self._stream, shard.first, shard.size)
@@ -200,7 +188,9 @@ class ShardDirectory:
                 for shard in self.shards:
                     counts.append(self._copy(self._file(shard), output))
             sync(joined)
-            self._require_unchanged()
+            if self._scanned is not None and _size_and_time(self.file) != self._scanned:
+                _discard(self.path)
+                raise UserError(f"{self.file}: has changed while it was read; run the command again from the beginning")
             os.replace(joined, self.out)
         except OSError as error:
             advice = "the shards are kept; the same command continues from there"
@@ -210,24 +200,17 @@ class ShardDirectory:
         _discard(self.path)
         return counts
 
-    def _require_unchanged(self) -> None:
-        """Discard the shards and raise an error if the input has changed since it was scanned."""
-        if self._scanned is not None and _size_and_time(self.file) != self._scanned:
-            _discard(self.path)
-            raise UserError(f"{self.file}: has changed while it was read; run the command again, from the beginning")
-
     def _copy(self, file: Path, output: BinaryIO) -> Counts:
-        with file.open("rb") as shard:
-            try:
+        start = output.tell()
+        try:
+            with file.open("rb") as shard:
                 header = json.loads(shard.readline())
-                size, counts = int(header["bytes"]), dict(header["counts"])
-            except (ValueError, KeyError, TypeError):
-                raise _broken(file) from None
-            before = output.tell()
-            shutil.copyfileobj(shard, output, CHUNK_BYTES)
-            if output.tell() - before != size:
-                raise _broken(file)
-        return counts
+                shutil.copyfileobj(shard, output, CHUNK_BYTES)
+            if output.tell() - start != header["bytes"]:
+                raise ValueError("incomplete")
+            return dict(header["counts"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{file}: is broken; remove it, and the same command writes it again") from None
 
     def _file(self, shard: Shard) -> Path:
         return self.path / f"{shard.number:06}.shard"
@@ -239,7 +222,8 @@ def state_of(out: Path) -> Path:
 
 
 def _discarded(path: Path) -> Path:
-    return path.with_name(path.name + DISCARDED)
+    """The new name of a state directory that is being removed."""
+    return path.with_name(path.name + ".done")
 
 
 def _discard(path: Path) -> None:
@@ -300,7 +284,8 @@ def _require_same(path: Path, state: dict[str, Any]) -> None:
         return
     if next(path.glob("*.shard"), None) is None:  # no shard is finished, so nothing can be lost
         return
-    there, here = _flat(read_json(path / COMMAND)), _flat(state)
+    there = _flat(read_json(path / COMMAND))
+    here = _flat(state)
     if differences := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
         lines = [f"{path}: belongs to another command; finish that command, or remove the directory to start over"]
         for name in differences[:MAX_DIFFERENCES]:
@@ -310,15 +295,13 @@ def _require_same(path: Path, state: dict[str, Any]) -> None:
         raise UserError("\n  ".join(lines))
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
+def _flat(tables: dict[str, Any], before: str = "") -> dict[str, Any]:
     """The values of nested objects by dotted name, without `offsets`, which follow from the input."""
-    if not isinstance(value, dict):
-        return {name: value}
-    values: dict[str, Any] = {}
-    for key, each in value.items():
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
         if key != "offsets":
-            values |= _flat(each, f"{name}.{key}" if name else key)
-    return values
+            flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return flat
 
 
 def _shown(values: dict[str, Any], name: str) -> str:
@@ -326,15 +309,11 @@ def _shown(values: dict[str, Any], name: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _broken(file: Path) -> UserError:
-    return UserError(f"{file}: is broken; remove it, and the same command writes it again")
-
-
 # Ray Data
 
 
 class ShardActor:
-    """A Ray actor that answers shards by number."""
+    """A Ray actor that answers shards by number; if it dies, Ray restarts it and reassigns its shard."""
 
     def __init__(self, out: str, make: Callable[[], Answer]) -> None:
         self.out = Path(out)
@@ -346,17 +325,15 @@ class ShardActor:
         return ShardDirectory(self.out), self.make()
 
     def __call__(self, numbers: dict[str, Any]) -> dict[str, Any]:
-        """Answer shards -> the error message of each, or an empty text. Ray would report exceptions as tracebacks."""
-        return {"error": [self._error(int(number)) for number in numbers["number"]]}
-
-    def _error(self, number: int) -> str:
+        """Answer a shard -> the error message or an empty text. Ray would report an exception as a traceback."""
+        [number] = numbers["number"]
         try:
             directory, answer = self.opened
-            while not directory.answer(directory.shards[number], answer):
+            while not directory.answer(directory.shards[int(number)], answer):
                 time.sleep(POLL_SECONDS)  # claimed by an actor of a killed driver, which exits soon
         except UserError as error:
-            return str(error)
-        return ""
+            return {"error": [str(error)]}
+        return {"error": [""]}
 
 
 def answer_on_ray(

@@ -76,10 +76,10 @@ class Child:
             time.sleep(POLL_SECONDS)
         return self._status
 
-    def ask(self, header: dict[str, Any], parts: Sequence[bytes] = (), handles: Sequence[int] = ()) -> Message:
+    def ask(self, header: dict[str, Any], parts: Sequence[bytes] = ()) -> Message:
         """Send a request and wait for the answer; errors of the child are raised."""
         with suppress(OSError):  # the child has ended, which `answer` reports
-            self.channel.send(header, parts, handles)
+            self.channel.send(header, parts)
         return self.answer()
 
     def answer(self) -> Message:
@@ -389,7 +389,9 @@ class Template:
 
     def _ask(self, header: dict[str, Any], handles: Sequence[int] = ()) -> dict[str, Any]:
         with self._lock:
-            return self._process.ask(header, handles=handles).header
+            with suppress(OSError):  # it has ended, which `answer` reports
+                self._process.channel.send(header, handles=handles)
+            return self._process.answer().header
 
 
 def import_modules(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
