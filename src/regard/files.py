@@ -96,10 +96,12 @@ def hold_lock(path: Path, name: str) -> Iterator[bool]:
     try:
         yield supported
     finally:
-        with suppress(OSError):
-            if os.path.samestat(os.stat(path), os.fstat(handle)):
-                os.unlink(path)  # before the release: a process that has opened this file opens the new one instead
-        os.close(handle)
+        try:
+            with suppress(OSError):
+                if os.path.samestat(os.stat(path), os.fstat(handle)):
+                    os.unlink(path)  # before the release: a process that has opened this file opens the new one instead
+        finally:
+            os.close(handle)
 
 
 def _lock(path: Path, name: str) -> tuple[int, bool]:

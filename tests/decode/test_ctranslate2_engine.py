@@ -274,7 +274,7 @@ def test_every_option_is_supported_or_refused(run):
 @pytest.mark.parametrize("preset", ["rnn-luong", "gpt-tiny", "transformer-xl"])
 def test_other_models_are_refused(preset):
     config = shrunk(preset)
-    with pytest.raises(UserError, match="CTranslate2 has no place for"):
+    with pytest.raises(UserError, match="CTranslate2 does not support these settings"):
         CTranslate2Engine(Run(config, Codec(tokenizer(text="abcdefg")), build(config), Path("other")))
 
 
@@ -317,7 +317,7 @@ def test_the_command_line(toy):
         (["--engine", "ctranslate"], "did you mean 'ctranslate2'?"),
         (["--engine", "ctranslate2", "--precision", "bf16"], "allowed: fp32, int8"),
         (["--engine", "ctranslate2", "--ensemble", toy / "run"], "ensemble: the engine"),
-        (["--engine", "ctranslate2", "--device", "cuda"], "cuda"),
+        (["--engine", "ctranslate2", "--device", "cuda"], "no CUDA GPU"),
         (["--engine", "ctranslate2", "--sample", "--workers", 2], "workers"),
         (["--precision", "int8"], "engine ctranslate2"),
     ):

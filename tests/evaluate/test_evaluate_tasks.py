@@ -234,7 +234,7 @@ def test_label_probabilities_do_not_depend_on_the_batch(folder: Path) -> None:
         assert alone.probabilities == pytest.approx(labelled.probabilities, abs=1e-5)
     short, long, far = classify(run, ["a", "a" * 600, Example("b" * 9)], max_source=10)
     assert short.probabilities == pytest.approx(together[0].probabilities, abs=1e-5) and not short.flags
-    assert long.label == "" and "602 tokens" in long.flags["too_long"] and "more than 10 (max_source)" in long.flags["too_long"]
+    assert long.label == "" and "has 602 tokens, more than 10 (max_source)" in long.flags["too_long"]
     assert "more than 10 (max_source)" in far.flags["too_long"] and math.isnan(far.probability)
     assert far.as_dict() == {"label": None, "probabilities": {}, "flags": far.flags}
     with pytest.raises(UserError, match="reads images"):
@@ -247,7 +247,8 @@ def test_a_classifier_labels_line_by_line(folder: Path) -> None:
     result = call("generate", folder / "classify", stdin="\n".join(lines))
     right = [labelled.label for labelled in classify(run, ["aaa", "b", "bß"])]
     assert result.code == 0 and result.lines == [right[0], "", right[1], "", "", right[2]]
-    assert "wrong column count (stdin:4)" in result.err and "too long (stdin:5: the text has 602 tokens" in result.err
+    assert "wrong column count (stdin:4)" in result.err
+    assert "too long (stdin:5: the text with its special tokens has 602 tokens" in result.err
     assert "1 unknown token" in result.err and "target column" in result.err
     rows = [json.loads(line) for line in call("generate", folder / "classify", "--json", stdin="\n".join(lines)).lines]
     assert [row["label"] for row in rows] == [right[0], None, right[1], None, None, right[2]]
@@ -279,9 +280,10 @@ def test_unknown_tokens_and_labels_are_reported(folder: Path) -> None:
     report = json.loads(result.out)
     assert report["examples"] == 3 and report["skipped"] == {"too long": 1}
     assert report["unknown"] == {"source": 2, "target": 1}
-    assert "strange.tsv:4: the text has 602" in result.err and "unknown label in 1 line: 'never'" in result.err
+    assert "strange.tsv:4: the text with its special tokens has 602" in result.err
+    assert "unknown label in 1 line: 'never'" in result.err
     strict = call("evaluate", folder / "classify", folder / "strange.tsv", "--strict")
-    assert strict.code == 2 and "strange.tsv:4: too long: the text has 602" in strict.err
+    assert strict.code == 2 and "strange.tsv:4: too long: the text with its special tokens has 602" in strict.err
     np.savez(folder / "strange.npz", images=np.load(folder / "images.npz")["images"][:3], labels=np.array([0, 7, 7]))
     result = call("evaluate", folder / "image", folder / "strange.npz", "--json")
     assert json.loads(result.out)["unknown"] == {"target": 2} and "'7' 2x" in result.err

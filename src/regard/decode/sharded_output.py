@@ -154,16 +154,13 @@ class ShardDirectory:
         try:
             with hold_lock(file.with_suffix(".lock"), str(file)):
                 if not file.exists():
-                    self._write(file, *answer(self._lines(shard)))
+                    counts, text = answer(self._lines(shard))
+                    output = text.encode("utf-8", "replace")  # lone surrogates are replaced, as on stdout
+                    header = json.dumps({"bytes": len(output), "counts": counts}).encode()
+                    replace_file(file, lambda temporary: temporary.write_bytes(header + b"\n" + output))
         except LockHeld:
             return False
         return True
-
-    def _write(self, file: Path, counts: Counts, text: str) -> None:
-        """Write a line of JSON, then the output; lone surrogates are replaced, as on stdout."""
-        output = text.encode("utf-8", "replace")
-        header = json.dumps({"bytes": len(output), "counts": counts}).encode()
-        replace_file(file, lambda temporary: temporary.write_bytes(header + b"\n" + output))
 
     def _lines(self, shard: Shard) -> Iterator[Line]:
         """The lines of a shard. The input stays open: seeking back in compressed data means reading it again."""
@@ -347,8 +344,12 @@ def answer_on_ray(
     if not missing:
         return
     with connected(address) as ray:
+        resources = ray.cluster_resources()
+        actors = actors or (int(resources.get("GPU", 0)) // gpus if gpus else int(resources.get("CPU", 0)) // cpus)
+        if not actors:
+            need = "GPU" if gpus else f"{cpus} processors on it"
+            raise UserError(f"--ray: the cluster has no machine with a {need}; its resources are {resources}")
         data = import_module("ray.data")
-        count = min(len(missing), actors or _room(ray.cluster_resources(), cpus, gpus))
         data.DataContext.get_current().enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.WARNING)
         numbers = [{"number": shard.number} for shard in missing]
@@ -357,19 +358,10 @@ def answer_on_ray(
             ShardActor,
             fn_constructor_args=(str(directory.out), make),
             batch_size=1,
-            compute=data.ActorPoolStrategy(size=count),
+            compute=data.ActorPoolStrategy(size=min(len(missing), actors)),
             num_cpus=cpus,
             num_gpus=gpus,
         )
         for row in rows.iter_rows():
             if row["error"]:
                 raise UserError(row["error"])
-
-
-def _room(resources: dict[str, float], cpus: int, gpus: int) -> int:
-    """The number of actors that the cluster has room for."""
-    room = int(resources.get("GPU", 0)) // gpus if gpus else int(resources.get("CPU", 0)) // cpus
-    if not room:
-        need = "GPU" if gpus else f"{cpus} processors on it"
-        raise UserError(f"--ray: the cluster has no machine with a {need}; its resources are {resources}")
-    return room

@@ -146,10 +146,9 @@ def has_fork() -> bool:
 
 
 def can_fork() -> bool:
-    """Whether this process can be forked: it has one Python thread, and torch has no pool of threads.
+    """Whether this process, of which a fork copies one thread, has no threads of Python or torch.
 
-    A fork copies only the thread that calls it. The caller must have made sure that the tokenizers library has
-    started no threads.
+    The caller must have made sure that the tokenizers library has started none.
     """
     if not has_fork() or threading.active_count() > 1:
         return False
@@ -316,14 +315,11 @@ def answer_requests(channel: Channel, answer: Callable[[Message], Message]) -> N
 
 # Templates
 
-Prepare = Callable[[dict[str, Any]], tuple[Work, dict[str, Any]]]
-
 
 class Template:
     """A process that loads what its children share, and is forked for each of them.
 
-    `prepare` ("module:function") is called in it with the settings, and returns the work of the children and a
-    description for `wait`. The default imports the `modules` in the settings; its children get their work by name.
+    `prepare` ("module:function") gets the settings and returns the work of the children and a description for `wait`.
     """
 
     def __init__(
@@ -375,7 +371,7 @@ class Template:
         return Child(name, pid, Channel(ours), stderr, lambda: self._poll(pid))
 
     def close(self, grace: float = 3.0) -> None:
-        """End it, which must be done after its children have ended: it is their parent and reaps them."""
+        """End it, after its children: it is their parent and reaps them."""
         self._process.close(grace)
 
     def _poll(self, pid: int) -> int | None:
@@ -395,8 +391,8 @@ class Template:
 
 
 def import_modules(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
-    """The default preparation of a template."""
-    for module in settings.get("modules", ("torch",)):
+    """The default preparation: import the `modules` of the settings; children get their work by name."""
+    for module in settings["modules"]:
         import_module(module)
 
     def work(channel: Channel, settings: dict[str, Any]) -> None:
