@@ -1,4 +1,4 @@
-"""A real server over a tiny run, in a thread of the test's own process, with real worker processes."""
+"""A real server for tiny runs: in a thread of the test process, with real worker processes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from regard.serve.server import Server, new_event_loop
 from regard.serve.settings import ServeSettings
@@ -34,7 +35,7 @@ class Reply:
 
 
 class Client:
-    """Asks a server over HTTP."""
+    """An HTTP client of a server."""
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self.server, self.loop = server, loop
@@ -57,7 +58,7 @@ class Client:
             return Reply(error.code, error.read(), error.headers)
 
     def wait(self, coroutine: Any) -> Any:
-        """Run something in the server's event loop."""
+        """Run a coroutine in the server's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
 
@@ -77,7 +78,8 @@ def serving(runs: dict[str, Path], **settings: Any) -> Iterator[Client]:
         wait(server.start())
         yield Client(server, loop)
     finally:
-        wait(server.stop())
+        with mock.patch.multiple("regard.serve.server", LISTEN_SECONDS=0, LAST_REQUEST_SECONDS=0):  # no client is left
+            wait(server.stop())
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

@@ -53,6 +53,7 @@ class Service:
         self._running: dict[WorkerConnection, RunningBatch] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # starting or ending processes
         self._reloading = asyncio.Lock()
+        self._closing = asyncio.Event()
 
     def _new_pool(self) -> Pool:
         return Pool(self.settings, self._received, self._ended)
@@ -83,8 +84,8 @@ class Service:
 
     async def _watch(self) -> None:
         """Fail expired jobs, and kill workers stuck on them; one timer per job would cost more."""
-        while True:
-            await asyncio.sleep(DEADLINE_CHECK_SECONDS)
+        while not self._closing.is_set():
+            await self._pause(DEADLINE_CHECK_SECONDS)
             now = time.monotonic()
             for job in [each for each in self._jobs if now - each.arrived > self.deadline]:
                 self._cancel(job)
@@ -95,12 +96,17 @@ class Service:
 
     async def close(self) -> None:
         """End all processes; unfinished jobs fail."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)
+        self._closing.set()
+        await asyncio.gather(
+            *self._tasks, return_exceptions=True
+        )  # not cancelled: a process that is being started or ended would be lost
         await self._pool.close()
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, until the service closes at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
 
     def submit(self, job: Job) -> None:
         """Accept a job, or raise QueueFull; the caller must call `finish` afterwards."""
@@ -137,11 +143,9 @@ class Service:
             self._dispatch()
 
     async def _close_when_idle(self, pool: Pool) -> None:
-        try:
-            while any(worker in self._running for worker in pool.workers):
-                await asyncio.sleep(0.05)
-        finally:
-            await pool.close()
+        while not self._closing.is_set() and any(worker in self._running for worker in pool.workers):
+            await self._pause(0.05)
+        await pool.close()
 
     def _dispatch(self) -> None:
         """Give batches to all idle workers."""
@@ -203,12 +207,12 @@ class Service:
 
     async def _replace_until_done(self, pool: Pool) -> None:
         delay = 0.1
-        while pool is self._pool:
+        while pool is self._pool and not self._closing.is_set():
             try:
                 await pool.replace()
             except (UserError, OSError) as error:
                 log.error("a worker process could not be started: %s", error)
-                await asyncio.sleep(delay)
+                await self._pause(delay)
                 delay = min(5.0, 2 * delay)
             else:
                 self._dispatch()
