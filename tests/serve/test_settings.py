@@ -62,8 +62,10 @@ def test_runs_are_named_by_their_directory_or_as_given(tmp_path):
         named_runs([str(tmp_path / "a=b")])
 
 
-def test_int8_goes_with_ctranslate2_and_proxies_are_addresses():
+def test_int8_goes_with_ctranslate2_proxies_are_addresses_and_inputs_have_a_limit():
     with pytest.raises(UserError, match="ctranslate2"):
         ServeSettings(precision="int8").check(Keys())
     with pytest.raises(UserError, match="not an address"):
         ServeSettings(proxy=("here",))
+    with pytest.raises(UserError, match="max_inputs: .* 10000, not 10001"):
+        ServeSettings(max_inputs=10_001)

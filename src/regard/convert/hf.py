@@ -17,14 +17,7 @@ from regard.convert.family import RESOLVED, Family, Fields, Json, read_labels, w
 from regard.convert.gpt2 import GPT2
 from regard.convert.llama import LLAMA
 from regard.convert.marian import MARIAN
-from regard.convert.proof import (
-    ConversionReport,
-    Proof,
-    compare_models,
-    prove,
-    require_new,
-    write_reported,
-)
+from regard.convert.proof import ConversionReport, Proof, compare_models, prove, require_new, write_reported
 from regard.convert.read import (
     CONFIG,
     GENERATION,

@@ -258,11 +258,7 @@ def write_generation(run: Run) -> Json:
     """The generation_config.json of a run with a decoder: suppressed ids, end token and length limit."""
     config = run.config
     limit = run.generation.max_length
-    settings: Json = {
-        "eos_token_id": config.ids.eos,
-        "pad_token_id": config.ids.pad,
-        "do_sample": False,
-    }
+    settings: Json = {"eos_token_id": config.ids.eos, "pad_token_id": config.ids.pad, "do_sample": False}
     if suppressed := run.never_produced():
         settings["suppress_tokens"] = suppressed
     positions = min(config.top.max_length, config.top.max_positions or config.top.max_length)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from regard.config import PYDANTIC_ERRORS, explain
+from regard.config import PYDANTIC_ERRORS, Problem, explain
 from regard.decode.request import Options, Request
 from regard.errors import UserError
+from regard.serve.responses import Refused
 from regard.serve.settings import MAX_INPUTS, MAX_TEXT
 from regard.suggest import closest
 
@@ -67,17 +69,15 @@ class GenerateBody(Options):
     attention: bool = Field(False, description="Add every attention map of the best output of each input.")
     stream: bool = Field(False, description="Send every token as it is decoded, as server-sent events; one input only.")
 
-    @model_validator(mode="after")
-    def _bounded(self) -> GenerateBody:
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         for name in BOUNDS.keys() & self.model_fields_set:
-            if (getattr(self, name) or 0) > BOUNDS[name]:
-                raise ValueError(f"{name}: at most {BOUNDS[name]}")
-        if any(len(item["source"]) > MAX_TEXT for item in self.items()):
-            raise ValueError(f"inputs: a source has at most {MAX_TEXT} characters")
+            yield (getattr(self, name) or 0) > BOUNDS[name], f"{name}: at most {BOUNDS[name]}"
+        too_long = any(len(item["source"]) > MAX_TEXT for item in self.items())
+        yield too_long, f"inputs: a source has at most {MAX_TEXT} characters"
         for name in SERVER_OPTIONS:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: is set by the server")
-        return self
+            changed = getattr(self, name) != type(self).model_fields[name].default
+            yield changed, f"{name}: is set by the server"
 
     def items(self) -> list[dict[str, Any]]:
         """The inputs as objects."""
@@ -134,30 +134,11 @@ class CompletionBody(Body):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         options: dict[str, Any] = {"max_length": self.max_tokens or 16, "stop": stop, "top_tokens": self.logprobs or 0}
         if sampling:
-            options |= {
-                "sample": True,
-                "temperature": self.temperature or 1.0,
-                "top_p": self.top_p or 1.0,
-                "nbest": self.n or 1,
-            }
+            options |= {"sample": True, "temperature": self.temperature or 1.0}
+            options |= {"top_p": self.top_p or 1.0, "nbest": self.n or 1}
         if self.seed is not None:
             options["seed"] = self.seed
         return Options.of(**options)
-
-
-class Pair(Body):
-    """A source and a target to score."""
-
-    source: Text
-    target: Text
-    features: Text | None = None
-
-
-class ScoreBody(Body):
-    """Pairs to score."""
-
-    run: Name | None = None
-    pairs: Annotated[list[Pair], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
 class LabelInput(Body):
@@ -165,6 +146,19 @@ class LabelInput(Body):
 
     source: Text
     features: Text | None = None
+
+
+class Pair(LabelInput):
+    """A source and a target to score."""
+
+    target: Text
+
+
+class ScoreBody(Body):
+    """Pairs to score."""
+
+    run: Name | None = None
+    pairs: Annotated[list[Pair], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
 class ClassifyBody(Body):
@@ -182,12 +176,10 @@ class EmbedBody(Body):
     normalize: bool = True
 
 
-class InspectBody(Body):
+class InspectBody(LabelInput):
     """An example to inspect."""
 
     run: Name | None = None
-    source: Text
-    features: Text | None = None
     target: Text | None = None
 
 
@@ -195,29 +187,11 @@ class ReloadBody(Body):
     """An empty body."""
 
 
-class BadBody(UserError):
-    """An invalid body, with the status of the answer."""
-
-    status = 422
-
-
-class NotJson(BadBody):
-    """A body that is not JSON."""
-
-    status = 400
-
-
-class TooLarge(BadBody):
-    """A body with too many values."""
-
-    status = 413
-
-
 B = TypeVar("B", bound=BaseModel)
 
 
 def parse_body(kind: type[B], data: bytes, max_inputs: int = MAX_INPUTS) -> B:
-    """Validate a body; a UserError names the wrong fields, and the first wrong item of a list."""
+    """Validate a body; the error names the wrong fields, and the first wrong item of a list."""
     if len(data) > SMALL_BODY_BYTES:
         check_size(data, max_inputs)
     try:
@@ -225,8 +199,8 @@ def parse_body(kind: type[B], data: bytes, max_inputs: int = MAX_INPUTS) -> B:
     except ValidationError as error:
         items = error.errors(include_url=False)
         if items[0]["type"] == "json_invalid":
-            raise NotJson(f"not JSON: {items[0]['msg'].partition(': ')[2]}") from None
-        raise BadBody("; ".join(explain(kind, dict(item)) for item in items[:20])) from None
+            raise Refused(400, f"not JSON: {items[0]['msg'].partition(': ')[2]}") from None
+        raise Refused(422, "; ".join(explain(kind, dict(item)) for item in items[:20])) from None
 
 
 def check_size(data: bytes, max_inputs: int) -> None:
@@ -238,14 +212,14 @@ def check_size(data: bytes, max_inputs: int) -> None:
     if isinstance(body, dict):
         for key in ("inputs", "q", "prompt", "pairs"):
             if isinstance(rows := body.get(key), list) and len(rows) > max_inputs:
-                raise TooLarge(f"{key}: {len(rows)} inputs; at most {max_inputs} in one request")
+                raise Refused(413, f"{key}: {len(rows)} inputs; at most {max_inputs} in one request")
     pending: list[Any] = [body] if isinstance(body, dict | list) else []
     values = 0
     while pending:
         item = pending.pop()
         if isinstance(item, dict) and len(item) > MAX_KEYS:
-            raise TooLarge(f"an object has {len(item)} keys; at most {MAX_KEYS}")
+            raise Refused(413, f"an object has {len(item)} keys; at most {MAX_KEYS}")
         values += len(item)
         if values > MAX_VALUES:
-            raise TooLarge(f"the body has more than {MAX_VALUES} values")
+            raise Refused(413, f"the body has more than {MAX_VALUES} values")
         pending += [x for x in (item.values() if isinstance(item, dict) else item) if isinstance(x, dict | list)]

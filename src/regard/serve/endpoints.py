@@ -18,18 +18,7 @@ from pydantic import BaseModel
 
 from regard import __version__
 from regard.errors import UserError
-from regard.serve.bodies import (
-    BadBody,
-    ClassifyBody,
-    CompletionBody,
-    EmbedBody,
-    GenerateBody,
-    InspectBody,
-    ReloadBody,
-    ScoreBody,
-    TranslateBody,
-    parse_body,
-)
+from regard.serve import bodies
 from regard.serve.handlers import Handlers
 from regard.serve.responses import CODES, Refused, Reply, error_response
 from regard.serve.settings import Keys
@@ -52,24 +41,20 @@ class Route:
     body: type[BaseModel] | None = None
     access: Access = "key"
 
-    @property
-    def summary(self) -> str:
-        return (self.handle.__doc__ or "").strip().splitlines()[0]
-
 
 def routes(handlers: Handlers) -> list[Route]:
     """The endpoints of the API."""
     return [
-        Route("POST", "/v1/generate", handlers.generate, GenerateBody),
-        Route("POST", "/translate", handlers.translate, TranslateBody, "key or body"),
+        Route("POST", "/v1/generate", handlers.generate, bodies.GenerateBody),
+        Route("POST", "/translate", handlers.translate, bodies.TranslateBody, "key or body"),
         Route("GET", "/languages", handlers.languages),
-        Route("POST", "/v1/completions", handlers.completions, CompletionBody),
+        Route("POST", "/v1/completions", handlers.completions, bodies.CompletionBody),
         Route("GET", "/v1/models", handlers.models),
-        Route("POST", "/v1/score", handlers.score, ScoreBody),
-        Route("POST", "/v1/classify", handlers.classify, ClassifyBody),
-        Route("POST", "/v1/embed", handlers.embed, EmbedBody),
-        Route("POST", "/v1/inspect", handlers.inspect, InspectBody),
-        Route("POST", "/v1/runs/reload", handlers.reload, ReloadBody, "admin"),
+        Route("POST", "/v1/score", handlers.score, bodies.ScoreBody),
+        Route("POST", "/v1/classify", handlers.classify, bodies.ClassifyBody),
+        Route("POST", "/v1/embed", handlers.embed, bodies.EmbedBody),
+        Route("POST", "/v1/inspect", handlers.inspect, bodies.InspectBody),
+        Route("POST", "/v1/runs/reload", handlers.reload, bodies.ReloadBody, "admin"),
         Route("GET", "/health/live", handlers.live, access="open"),
         Route("GET", "/health/ready", handlers.ready, access="open"),
     ]
@@ -91,17 +76,13 @@ class Endpoints:
     async def answer(
         self, method: str, path: str, headers: Mapping[str, str], read: Callable[[], Awaitable[bytes]]
     ) -> Reply:
-        """The answer to a request; errors are answers too.
-
-        `read` returns the body, and is called only if the route has one. Names of headers are in lower case, or
-        `headers` ignores their case.
-        """
+        """The answer to a request; `read` returns the body. `headers` ignores case, or has names in lower case."""
         try:
             return await self._answer(method, path, headers, read)
         except Refused as refused:
             return error_response(refused)
         except UserError as error:
-            return error_response(Refused(error.status if isinstance(error, BadBody) else 422, str(error)))
+            return error_response(Refused(422, str(error)))
         except (asyncio.CancelledError, ConnectionError, TimeoutError):
             raise
         except Exception:
@@ -129,7 +110,7 @@ class Endpoints:
             return await route.handle()
         if access != "admin":
             self._handlers.check_room()  # before the body is read
-        body = parse_body(route.body, await self._read(headers, read), self._handlers.settings.max_inputs)
+        body = bodies.parse_body(route.body, await self._read(headers, read), self._handlers.settings.max_inputs)
         if not known and access == "key or body" and not self._keys.allows(getattr(body, "api_key", "")):
             raise Refused(401, "a key is required: api_key, or the header Authorization: Bearer KEY")
         return await route.handle(body)
@@ -165,11 +146,7 @@ ERROR = {
         "error": {
             "type": "object",
             "required": ["status", "code", "message"],
-            "properties": {
-                "status": {"type": "integer"},
-                "code": {"type": "string"},
-                "message": {"type": "string"},
-            },
+            "properties": {"status": {"type": "integer"}, "code": {"type": "string"}, "message": {"type": "string"}},
         }
     },
 }
@@ -181,7 +158,7 @@ def describe_api(routes: Sequence[Route], runs: Sequence[str]) -> dict[str, Any]
     paths: dict[str, Any] = {}
     for route in routes:
         operation: dict[str, Any] = {
-            "summary": route.summary,
+            "summary": (route.handle.__doc__ or "").strip(),
             "operationId": route.path.strip("/").replace("/", "_"),
             "responses": _responses(route),
         }

@@ -14,16 +14,7 @@ from pydantic_core import to_json
 
 from regard.decode.request import check_streaming
 from regard.errors import UserError
-from regard.serve.bodies import (
-    ClassifyBody,
-    CompletionBody,
-    EmbedBody,
-    GenerateBody,
-    InspectBody,
-    ReloadBody,
-    ScoreBody,
-    TranslateBody,
-)
+from regard.serve import bodies
 from regard.serve.queue import Group, Job, QueueFull
 from regard.serve.responses import EventStream, Refused, Reply, error_json, json_response
 from regard.serve.service import Service
@@ -91,36 +82,27 @@ class Handlers:
             raise self._busy() from None
 
     def _busy(self) -> Refused:
-        seconds = self.service.wait_seconds()
-        return Refused(429, "the queue is full; try again later", retry_after=seconds)
+        return Refused(429, "the queue is full; try again later", retry_after=self.service.wait_seconds())
 
-    async def results(self, job: Job) -> list[Answer]:
-        """The results of a job, in order; if all inputs failed, the request fails with the error of the first."""
+    async def results(self, job: Job, complete: bool = False) -> list[Answer]:
+        """The results of a job, in order; if all inputs failed, or any of a `complete` answer, the request fails."""
         self.submit(job)
         try:
             await job.wait()
         finally:
             self.service.finish(job)
         results = [job.results[i] for i in range(len(job.inputs))]
-        if all("error" in result for result in results):
-            _raise(results[0])
+        errors = [result for result in results if "error" in result]
+        if errors and (complete or len(errors) == len(results)):
+            _raise(errors[0])
         return [
             {"source": item["source"], "error": error_json(x["status"], x["error"])} if "error" in x else x
             for item, x in zip(job.inputs, results, strict=True)
         ]
 
-    async def pieces(self, job: Job) -> AsyncIterator[Answer]:
-        """The tokens of a submitted stream, as they are decoded."""
-        while job.pieces or not job.done:
-            await job.wait()
-            while job.pieces:
-                yield job.pieces.popleft()
-        if "error" in job.results[0]:
-            _raise(job.results[0])
-
     # endpoints
 
-    async def generate(self, body: GenerateBody) -> Reply:
+    async def generate(self, body: bodies.GenerateBody) -> Reply:
         """Decode."""
         run = self.find_run(body.run, "generate")
         items = body.items()
@@ -137,10 +119,9 @@ class Handlers:
             raise Refused(422, f"stream: requires a single input, not {len(items)}")
         check_streaming(options)
         job = self.make_job(run, "stream", chosen, items)
-        self.submit(job)
         return self._stream(job, lambda piece: {"piece": piece}, lambda x: {"run": run, "result": x})
 
-    async def translate(self, body: TranslateBody) -> web.Response:
+    async def translate(self, body: bodies.TranslateBody) -> web.Response:
         """Translate, in the form of LibreTranslate."""
         run = self.find_run(self._run_of_pair(body.source, body.target), "generate")
         texts = [body.q] if isinstance(body.q, str) else body.q
@@ -148,10 +129,7 @@ class Handlers:
         beam = max(self.settings.beam, n)
         items = [{"source": text} for text in texts]
         options: dict[str, Any] = {"beam": beam, "nbest": n} if n > 1 else {"beam": beam} if beam > 1 else {}
-        results = await self.results(self.make_job(run, "translate", options, items, beam))
-        for x in results:
-            if "error" in x:
-                raise Refused(x["error"]["status"], x["error"]["message"])
+        results = await self.results(self.make_job(run, "translate", options, items, beam), complete=True)
         outputs = [x["texts"] for x in results]
         answer: Answer = {"translatedText": [row[0] for row in outputs]}
         if body.alternatives:
@@ -168,9 +146,7 @@ class Handlers:
         to = [name for name in able if name.partition("-")[2] == target]
         if source == "auto" and len(to) == 1:
             return to[0]
-        if len(able) == 1 and "-" not in able[0]:
-            return able[0]
-        if len(able) == 1 and source == "auto" and not target:
+        if len(able) == 1 and ("-" not in able[0] or (source == "auto" and not target)):
             return able[0]
         raise Refused(422, f"source, target: no run for {source} to {target} (runs: {', '.join(able)})")
 
@@ -184,7 +160,7 @@ class Handlers:
             [{"code": code, "name": code, "targets": [t for s, t in pairs if s == code]} for code in sources]
         )
 
-    async def completions(self, body: CompletionBody) -> Reply:
+    async def completions(self, body: bodies.CompletionBody) -> Reply:
         """Continue prompts, in the form of OpenAI."""
         run = self._language_model(body.model)
         options = body.options()
@@ -197,46 +173,37 @@ class Handlers:
             if len(items) != 1 or (body.n or 1) != 1:
                 raise Refused(422, "stream: requires a single prompt and n = 1")
             job = self.make_job(run, "stream", chosen, items)
-            self.submit(job)
 
             def chunk(text: str, reason: str | None) -> Answer:
                 return {**frame, "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]}
 
-            return self._stream(
-                job,
-                lambda piece: chunk(piece["text"], None),
-                lambda x: chunk("", _reason(x["hypotheses"][0])),
-                "[DONE]",
-            )
-        results = await self.results(self.make_job(run, "generate", chosen, items, options.rows))
-        for x in results:
-            if "error" in x:
-                raise Refused(x["error"]["status"], x["error"]["message"])
+            def last(result: Answer) -> Answer:
+                return chunk("", _reason(result["hypotheses"][0]))
+
+            return self._stream(job, lambda piece: chunk(piece["text"], None), last, "[DONE]")
+        results = await self.results(self.make_job(run, "generate", chosen, items, options.rows), complete=True)
+        hypotheses = [(x["source"] if body.echo else "", h) for x in results for h in x["hypotheses"]]
         choices = [
             {
-                "index": 0,
-                "text": (x["source"] if body.echo else "") + h["text"],
+                "index": i,
+                "text": echo + h["text"],
                 "logprobs": None if body.logprobs is None else _logprobs(h),
                 "finish_reason": _reason(h),
             }
-            for x in results
-            for h in x["hypotheses"]
+            for i, (echo, h) in enumerate(hypotheses)
         ]
-        choices = [{**choice, "index": i} for i, choice in enumerate(choices)]
         prompt = sum(x["source_tokens"] for x in results)
-        output = sum(len(h["tokens"]) for x in results for h in x["hypotheses"])
+        output = sum(len(h["tokens"]) for _, h in hypotheses)
         usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         return json_response({**frame, "choices": choices, "usage": usage})
 
     def _language_model(self, name: str) -> str:
         models = [each for each, run in self.service.runs.items() if run["task"] == "lm"]
-        if name not in models:
-            if not models:
-                raise Refused(404, "model: no run is a language model; use /v1/generate")
-            raise Refused(
-                404, f"model: no language model {name!r}{closest(name, models)} (models: {', '.join(models)})"
-            )
-        return name
+        if name in models:
+            return name
+        if not models:
+            raise Refused(404, "model: no run is a language model; use /v1/generate")
+        raise Refused(404, f"model: no language model {name!r}{closest(name, models)} (models: {', '.join(models)})")
 
     async def models(self) -> web.Response:
         """List runs with their kinds of answers, in the form of OpenAI."""
@@ -246,32 +213,32 @@ class Handlers:
         ]
         return json_response({"object": "list", "data": rows})
 
-    async def score(self, body: ScoreBody) -> web.Response:
+    async def score(self, body: bodies.ScoreBody) -> web.Response:
         """Score pairs of source and target."""
         run = self.find_run(body.run, "score")
         items = [pair.model_dump(exclude_none=True) for pair in body.pairs]
         return json_response({"run": run, "results": await self.results(self.make_job(run, "score", {}, items))})
 
-    async def classify(self, body: ClassifyBody) -> web.Response:
+    async def classify(self, body: bodies.ClassifyBody) -> web.Response:
         """Classify texts."""
         run = self.find_run(body.run, "classify")
         items = [{"source": x} if isinstance(x, str) else x.model_dump(exclude_none=True) for x in body.inputs]
         return json_response({"run": run, "results": await self.results(self.make_job(run, "classify", {}, items))})
 
-    async def embed(self, body: EmbedBody) -> web.Response:
+    async def embed(self, body: bodies.EmbedBody) -> web.Response:
         """Embed texts."""
         run = self.find_run(body.run, "embed")
         job = self.make_job(run, "embed", {"normalize": body.normalize}, [{"source": text} for text in body.inputs])
         return json_response({"run": run, "results": await self.results(job)})
 
-    async def inspect(self, body: InspectBody) -> web.Response:
+    async def inspect(self, body: bodies.InspectBody) -> web.Response:
         """Show the attention page of one example, as HTML."""
         run = self.find_run(body.run, "inspect")
         item = body.model_dump(exclude_none=True, exclude={"run"})
         (result,) = await self.results(self.make_job(run, "inspect", {}, [item], TRACE_COST))
         return json_response({"run": run, **result})
 
-    async def reload(self, body: ReloadBody) -> web.Response:
+    async def reload(self, body: bodies.ReloadBody) -> web.Response:
         """Reload all runs from their directories; no request is dropped."""
         try:
             await self.service.reload()
@@ -292,12 +259,17 @@ class Handlers:
     def _stream(
         self, job: Job, show: Callable[[Answer], Answer], last: Callable[[Answer], Answer], *closing: str
     ) -> EventStream:
-        """The tokens of a submitted stream as events, the last event, and `closing` texts; errors are events too."""
+        """Submit a job -> its tokens as events, the last event, and `closing` texts; errors are events too."""
+        self.submit(job)
 
         async def events() -> AsyncIterator[str]:
             try:
-                async for piece in self.pieces(job):
-                    yield to_json(show(piece)).decode()
+                while job.pieces or not job.done:
+                    await job.wait()
+                    while job.pieces:
+                        yield to_json(show(job.pieces.popleft())).decode()
+                if "error" in job.results[0]:
+                    _raise(job.results[0])
                 yield to_json(last(job.results[0])).decode()
             except Refused as refused:
                 yield to_json({"error": error_json(refused.status, refused.message)}).decode()
@@ -332,9 +304,5 @@ def _logprobs(hypothesis: Answer) -> Answer:
     tokens: Sequence[str] = hypothesis["tokens"]
     offsets = list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]
     top = [{x["token"]: x["score"] for x in row} for row in hypothesis.get("top_tokens", [])]
-    return {
-        "tokens": tokens,
-        "token_logprobs": hypothesis["token_scores"],
-        "top_logprobs": top or None,
-        "text_offset": offsets,
-    }
+    logprobs = {"tokens": tokens, "token_logprobs": hypothesis["token_scores"]}
+    return {**logprobs, "top_logprobs": top or None, "text_offset": offsets}

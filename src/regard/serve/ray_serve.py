@@ -31,17 +31,8 @@ from regard.serve.settings import Keys, Seconds, ServeSettings, named_runs
 DEPLOYMENT = "regard"
 HEADERS = {"X-Content-Type-Options": "nosniff"}
 SHARED_SETTINGS = (
-    "keys",
-    "threads",
-    "engine",
-    "precision",
-    "beam",
-    "queue",
-    "max_body",
-    "max_inputs",
-    "max_work",
-    "deadline",
-)
+    "keys", "threads", "engine", "precision", "beam", "queue", "max_body", "max_inputs", "max_work", "deadline",
+)  # fmt: skip
 
 
 class DeploymentSettings(ServeSettings):
@@ -65,7 +56,8 @@ class DeploymentSettings(ServeSettings):
         if not isinstance(data, dict):
             return data
         texts = {name: value for name, value in data.items() if isinstance(value, str)}
-        numbers = {name: float(text) if "." in text else int(text) for name, text in texts.items() if _is_number(text)}
+        numeric = {name: text for name, text in texts.items() if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text)}
+        numbers = {name: float(text) if "." in text else int(text) for name, text in numeric.items()}
         runs = {"runs": [part for part in texts["runs"].split(",") if part]} if "runs" in texts else {}
         return {**data, **numbers, **runs}
 
@@ -76,10 +68,6 @@ class DeploymentSettings(ServeSettings):
         yield not self.runs, "runs: is required: run directories or NAME=DIRECTORY, separated by commas"
         too_many = self.min_replicas > self.max_replicas
         yield too_many, f"min_replicas: {self.min_replicas} is more than max_replicas, {self.max_replicas}"
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) is not None
 
 
 class Replica:
@@ -104,9 +92,7 @@ class Replica:
                 await self.service.start()
                 self._started = True
 
-    async def check_health(self) -> None:
-        """Called by Ray Serve before the first request and periodically; an error ends the replica."""
-        await self.start()
+    check_health = start  # called by Ray Serve before the first request and periodically; an error ends the replica
 
     async def __call__(self, request: Any) -> Any:
         """Answer a Starlette request of Ray Serve's proxy."""

@@ -171,18 +171,16 @@ class Server:
                 message, payload, protocol, writer, task, loop, client_max_size=max_body
             ),
         )
-
-        def protocol() -> Protocol:
-            return Protocol(
-                manager,
-                loop=loop,
-                access_log=None,  # type: ignore[arg-type]  # as AppRunner does
-                keepalive_timeout=self.settings.receive,
-                lingering_time=1.0,
-                max_line_size=MAX_HEADER_BYTES,
-                max_field_size=MAX_HEADER_BYTES,
-            )
-
+        protocol = partial(
+            Protocol,
+            manager,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]  # as AppRunner does
+            keepalive_timeout=self.settings.receive,
+            lingering_time=1.0,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+        )
         self._listener = await loop.create_server(protocol, sock=listener, backlog=1024)
 
     def _listen(self) -> socket.socket:
@@ -228,11 +226,7 @@ class Protocol(web.RequestHandler):
     """HTTP over one connection; the answer to invalid HTTP has the shape of all errors."""
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         if isinstance(exc, LineTooLong):
             status = 431

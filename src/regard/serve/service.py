@@ -26,7 +26,6 @@ class Numbers:
     """Counts for the metrics."""
 
     batches: int = 0
-    inputs: int = 0
     restarts: int = 0
     seconds_per_cost: float = 0.0
 
@@ -222,7 +221,6 @@ class Service:
         numbers = self.numbers
         self.queue.measure(batch, seconds)
         numbers.batches += 1
-        numbers.inputs += len(batch.entries)
         rate = seconds / max(1, batch.cost)
         numbers.seconds_per_cost += SMOOTHING * (rate - numbers.seconds_per_cost) if numbers.batches > 1 else rate
         self.on_batch(batch, seconds)

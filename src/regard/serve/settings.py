@@ -21,6 +21,7 @@ MAX_TEXT = 100_000  # characters of a text
 MAX_INPUTS = 10_000  # of a request
 MAX_NAME = 100  # characters
 MIN_KEY = 16  # characters
+InputCount = Annotated[int, Field(ge=1, le=MAX_INPUTS, strict=True)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -52,7 +53,7 @@ class ServeSettings(Value):
     # limits
     queue: Count = option(200_000, "Maximum tokens times hypotheses in the queue; further requests are refused (429).")
     max_body: Count = option(1_000_000, "Maximum bytes of a request.")
-    max_inputs: Count = option(2_000, "Maximum inputs of a request.")
+    max_inputs: InputCount = option(2_000, "Maximum inputs of a request.")
     max_work: Count = option(20_000_000, "Maximum inputs times hypotheses times output tokens of a request.")
 
     # timeouts
@@ -60,13 +61,6 @@ class ServeSettings(Value):
     receive: Seconds = option(15.0, "Seconds for a client to send a request.")
     send: Seconds = option(20.0, "Seconds for a client to read an answer.")
     drain: Seconds = option(30.0, "Seconds to finish requests after a SIGTERM.")
-
-    @field_validator("max_inputs")
-    @classmethod
-    def _inputs(cls, count: int) -> int:
-        if count > MAX_INPUTS:
-            raise ValueError(f"at most {MAX_INPUTS}")
-        return count
 
     @field_validator("proxy")
     @classmethod
