@@ -101,7 +101,7 @@ def patch(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
     for pattern, change in changes.items():
         for name, tap in find_taps(model, pattern).items():
             if tap in functions:
-                raise UserError(f"{name}: matches two patterns, also {pattern!r}; each tap can be patched once")
+                raise UserError(f"{name}: matches two patterns (second: {pattern!r}); each tap can be patched once")
             functions[tap] = change
 
     def change_value(tap: Tap, inputs: object, x: Tensor) -> Tensor:
