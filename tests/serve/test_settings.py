@@ -67,5 +67,5 @@ def test_int8_goes_with_ctranslate2_proxies_are_addresses_and_inputs_have_a_limi
         ServeSettings(precision="int8").check(Keys())
     with pytest.raises(UserError, match="not an address"):
         ServeSettings(proxy=("here",))
-    with pytest.raises(UserError, match="max_inputs: .* 10000, not 10001"):
+    with pytest.raises(UserError, match=r"max_inputs: .* 10000, not 10001"):
         ServeSettings(max_inputs=10_001)
