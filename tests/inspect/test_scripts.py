@@ -17,8 +17,7 @@ from regard.data.images import LabelledImages
 from regard.inspect.heads import measure_heads
 from regard.inspect.trace import Trace, trace, trace_image
 from regard.run import Run
-from regard.text.codec import Example
-from regard.text.direction import direction
+from regard.text.codec import Example, direction
 
 pytestmark = needs_node
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.text.direction import direction
+from regard.text.codec import direction
 
 HEBREW = st.characters(min_codepoint=0x5D0, max_codepoint=0x5EA)
 ARABIC = st.characters(min_codepoint=0x627, max_codepoint=0x63A)

@@ -6,11 +6,8 @@ Until the prepared data is complete, its shards are kept in files, so that a kil
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from importlib import import_module
@@ -130,7 +127,10 @@ class ShardStore:
         shard = _load(path)
         if shard is None:
             shard = make(block)
-            _save(shard, path)
+            try:
+                path.write_bytes(pack(Message({"digest": _hash(b"", shard), "header": shard.header}, shard.parts)))
+            except OSError as error:
+                raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
         return block.header, shard
 
 
@@ -142,20 +142,8 @@ def _hash(key: bytes, message: Message) -> str:
     return digest.hexdigest()
 
 
-def _save(shard: Message, path: Path) -> None:
-    """Write a shard under a temporary name first, so that a file named `path` is complete."""
-    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_bytes(pack(Message({"digest": _hash(b"", shard), "header": shard.header}, shard.parts)))
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
-
-
 def _load(path: Path) -> Message | None:
-    """Read a shard; None if there is none, or if it is damaged (its data may not have reached the disk)."""
+    """Read a shard; None if there is none, or if it is incomplete or damaged."""
     try:
         [saved] = Unpacker().feed(path.read_bytes())
         shard = Message(saved.header["header"], saved.parts)
@@ -183,8 +171,7 @@ def dtype_for(vocab: int) -> str:
 class TextEncoder:
     """A tokenizer that returns ids as bytes and caches the ids of words, which is much faster than the library.
 
-    In the schemes bpe, unigram and word, no token crosses the boundary in front of a space. If single spaces separate
-    the words of a text, its tokens are therefore the tokens of its words.
+    In bpe, unigram and word, no token crosses the start of a space, so the tokens of a text are those of its words.
     """
 
     def __init__(self, tokenizer: Tokenizer, dtype: str) -> None:

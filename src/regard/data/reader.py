@@ -1,7 +1,6 @@
 """Reads files line by line and tables as examples; skipped lines are counted, with their locations.
 
-Lines are split on `\n` only, in bounded memory, compressed or not. A trailing `\r` is dropped, and so is a byte order
-mark at the start of the file. Everything else is text: U+2028, U+0085, form feeds and NUL never end a line.
+Only `\n` ends a line. A `\r` in front of it is dropped, and so is a byte order mark; all else is text, U+2028 included.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ def _decode_line(raw: bytes, number: int) -> str | Line:
 
 
 def _split(stream: BinaryIO, size: int = 0, length: int | None = None) -> Iterator[bytes]:
-    """Split the next `length` bytes of a stream (default: all) at newlines, into blocks of at least `size` bytes.
+    """Split the next `length` bytes of a stream at newlines, into blocks of at least `size` bytes.
 
     The end of a line that is too long is dropped, so that memory is bounded.
     """
@@ -248,10 +247,7 @@ class LineCounter:
         return self.read - self.skipped.total()
 
     def skip(self, reason: str, location: str, detail: str = "", *, tell: bool = False) -> None:
-        """Count a line, which was counted as read before, as skipped; in strict mode raise an error.
-
-        The detail is part of the error, and with `tell` of the summary too, for details that differ from line to line.
-        """
+        """Count a line as skipped, or raise an error in strict mode; with `tell`, summaries show the detail too."""
         if self.strict:
             raise UserError(
                 f"{location}: {reason}{detail and ': ' + detail}\n  without --strict such lines are skipped and counted"
@@ -359,10 +355,7 @@ class Source(NamedTuple):
             yield Located(number, Example(cells[source_index], target, features))
 
     def cells(self, counter: LineCounter) -> Iterator[tuple[int, list[str]]]:
-        """Yield the number and the cells of the good lines of a table; every line is counted.
-
-        There may be several target columns; a line needs a target in one of them.
-        """
+        """Yield the number and the cells of the good lines of a table, which need a target; every line is counted."""
         for chunk in self.chunks():
             yield from self._good_cells(chunk, counter)
 

@@ -77,10 +77,10 @@ class JsonlSource(Source):
             except (ValueError, RecursionError) as error:
                 yield number, [], NOT_JSON, str(error)[:200]
                 continue
-            if not isinstance(row, dict):
-                yield number, [], NOT_JSON, f"{shown_value(row)} instead of an object"
-            else:
+            if isinstance(row, dict):
                 yield self._named_cells(number, row)
+            else:
+                yield number, [], NOT_JSON, f"{shown_value(row)} instead of an object"
 
     def _named_cells(self, number: int, row: dict[str, Any]) -> Cells:
         cells = [row.get(key, "") for key in self.keys]
@@ -293,11 +293,10 @@ class Corpora:
         """Split the files into blocks of about `size` bytes."""
         for index, part in enumerate(self.parts):
             for chunk in part.chunks(size):
-                if self.duplicates is None:
-                    yield LineBlock(index, chunk)
-                else:
-                    mask = self.duplicates.among(index, chunk[0], part.chunk_lines(chunk))
-                    yield LineBlock(index, chunk, mask)
+                marks = None
+                if self.duplicates is not None:
+                    marks = self.duplicates.among(index, chunk[0], part.chunk_lines(chunk))
+                yield LineBlock(index, chunk, marks)
 
     def read_block(self, block: LineBlock, counter: LineCounter) -> Iterator[Located]:
         """Yield the good examples of a block, without the marked duplicates."""
@@ -325,10 +324,9 @@ class Corpora:
 
 
 class Duplicates:
-    """Marks the examples that repeat the pair, and the features, of an earlier one.
+    """Marks the examples that repeat the pair, and the features, of an earlier one, compared by hashes of 8 bytes.
 
-    Pairs are compared by hashes of 8 bytes. Among 20 million different pairs, the probability that two have the same
-    hash is 1 in 90,000.
+    Among 20 million different pairs, the probability that two have the same hash is 1 in 90,000.
     """
 
     def __init__(self, corpora: Corpora) -> None:
@@ -379,8 +377,7 @@ class Splitter:
     """
 
     def __init__(self, chosen: Iterable[tuple[int, bytes]] = ()) -> None:
-        self._counts: dict[bytes, int] = {}  # hash of a source -> number of its examples
-        self._checksums: dict[bytes, int] = {}  # hash of a source -> its checksum
+        self._candidates: dict[bytes, tuple[int, int]] = {}  # hash of a source -> number of its examples, its checksum
         self._bound = b"\xff" * 8  # sources with larger hashes are not candidates
         self._examples = 0
         self._keyed = blake2b(digest_size=8, key=HASH_KEY)
@@ -402,31 +399,28 @@ class Splitter:
         digest = self._hash(content)
         if digest > self._bound:
             return
-        self._counts[digest] = self._counts.get(digest, 0) + 1
-        self._checksums[digest] = crc32(content)
-        if len(self._counts) >= 2 * CANDIDATES:  # keep the smallest; the dropped ones can never be candidates again
-            smallest = sorted(self._counts)[:CANDIDATES]
-            self._bound = smallest[-1]
-            self._counts = {digest: self._counts[digest] for digest in smallest}
-            self._checksums = {digest: self._checksums[digest] for digest in smallest}
+        count, checksum = self._candidates.get(digest) or (0, crc32(content))
+        self._candidates[digest] = (count + 1, checksum)
+        if len(self._candidates) >= 2 * CANDIDATES:  # keep the smallest; a dropped one can never be a candidate again
+            self._candidates = dict(sorted(self._candidates.items())[:CANDIDATES])
+            self._bound = max(self._candidates)
 
     def choose(self) -> int:
         """Choose, after the last example -> the number of held-out examples; 0 if all have the same source."""
-        if len(self._counts) < 2:
+        if len(self._candidates) < 2:
             return 0
         limit = valid_count(self._examples)
-        chosen: list[bytes] = []
+        chosen: list[tuple[int, bytes]] = []
         total = 0
-        candidates = sorted(self._counts)[:CANDIDATES]  # larger hashes may be incomplete, depending on the order
-        for digest in candidates:
-            count = self._counts[digest]
+        candidates = sorted(self._candidates.items())[:CANDIDATES]  # larger hashes may be incomplete by the order
+        for digest, (count, checksum) in candidates:
             if total + count <= limit:
-                chosen.append(digest)
+                chosen.append((checksum, digest))
                 total += count
         if not chosen:  # every source has more examples than the limit: take the rarest
-            chosen = [min(candidates, key=lambda digest: (self._counts[digest], digest))]
-            total = self._counts[chosen[0]]
-        self._choose((self._checksums[digest], digest) for digest in chosen)
+            total, digest, checksum = min((count, digest, checksum) for digest, (count, checksum) in candidates)
+            chosen = [(checksum, digest)]
+        self._choose(chosen)
         return total
 
     def held_out(self, source: str | bytes) -> bool:

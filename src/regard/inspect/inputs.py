@@ -25,8 +25,7 @@ from regard.errors import UserError, plural
 from regard.inspect.logit_lens import OutputNames
 from regard.run import Run
 from regard.suggest import one_of
-from regard.text.codec import Example
-from regard.text.direction import Direction, direction
+from regard.text.codec import Direction, Example, direction
 
 CLASS_TOKEN = "<cls>"  # display name of the class token of an image
 

@@ -26,8 +26,7 @@ from regard.nn.hooks import record, record_calls
 from regard.nn.transformer import Transformer
 from regard.notebook import heat_table, table
 from regard.run import Run
-from regard.text.codec import Example
-from regard.text.direction import Direction
+from regard.text.codec import Direction, Example
 
 MAX_TOKENS = 300  # per side
 MAX_TEXT = 4000  # characters of a text on the page

@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+from unicodedata import bidirectional
 
 from regard.config import Frame, SpecialIds, Tokens, Value
 from regard.errors import UserError, plural
 from regard.recipe import Column
 from regard.text.tokenizer import ForeignTokenizer, Tokenizer
 
+Direction = Literal["ltr", "rtl"]
 TOKENIZERS = SOURCE, TARGET, SHARED = "source.tokenizer.json", "target.tokenizer.json", "tokenizer.json"
 
 
@@ -39,10 +41,7 @@ class TextConfig(Value):
 
 
 class Codec:
-    """Two tokenizers, or one shared tokenizer, and the features, whose ids follow the ids of the source tokens.
-
-    Language models and encoders have one side and one tokenizer.
-    """
+    """Two tokenizers, or one shared tokenizer, and the features, whose ids follow the ids of the source tokens."""
 
     def __init__(
         self,
@@ -183,22 +182,24 @@ class Codec:
     @classmethod
     def load(cls, directory: str | Path, config: TextConfig) -> Codec:
         """Read what `save` wrote."""
-        directory = Path(directory)
-        names = (SHARED,) if config.shared else (SOURCE, TARGET)
+        paths = [Path(directory) / name for name in ((SHARED,) if config.shared else (SOURCE, TARGET))]
         if config.ids is None:
-            sides = [Tokenizer.load(directory / name) for name in names]
+            sides = [Tokenizer.load(path) for path in paths]
         else:
             sizes = config.sizes or (None, None)
-            sides = [
-                ForeignTokenizer.read(directory / name, config.ids, size)
-                for name, size in zip(names, sizes, strict=False)
-            ]
+            sides = [ForeignTokenizer.read(path, config.ids, size) for path, size in zip(paths, sizes, strict=False)]
         return cls(sides[0], sides[-1], config.features, config.columns, config.feature_separator, config.frame)
 
 
 def split_features(features: str, separator: str) -> list[str]:
     """The features in the text of a features column."""
     return [name for part in features.split(separator) if (name := part.strip())]
+
+
+def direction(text: str) -> Direction:
+    """The direction of the first strong character (Unicode bidi class L, R or AL); left to right without one."""
+    strong = next((kind for kind in map(bidirectional, text) if kind in ("L", "R", "AL")), "L")
+    return "ltr" if strong == "L" else "rtl"
 
 
 MAX_DISTINCT = 10_000  # further unknown tokens are counted only in total

@@ -1,5 +1,5 @@
 // @ts-check
-// The writing direction of a text, by the rule of regard/text/direction.py.
+// The writing direction of a text, by the rule of `direction` in regard/text/codec.py.
 
 // Bidi classes of all characters in order (Unicode 14): a run is its length in base 36 (none: 1) and its class, which is
 // L (left to right), R (right to left: R or AL), or "-" (neither). Unassigned characters extend the run before them.
