@@ -18,9 +18,6 @@ from torch import Tensor
 from regard.text.tokenizer import Tokenizer
 
 Letters = tuple[int, ...]
-MAX_REQUIRED = 10  # requirements at once; the search distinguishes all subsets of them
-MAX_STOP = 1000  # letters of a stop string
-MAX_STAGES = 48  # stages of progress towards required phrases that a beam keeps apart
 NEVER = 30_000  # tokens, more than any output has
 BOUNDARY = 0x110000  # a letter beyond all characters, which marks the end of a character
 
@@ -31,9 +28,6 @@ class PhraseTexts(NamedTuple):
     require: tuple[tuple[str, ...], ...] = ()  # from each tuple, the output contains at least one phrase
     forbid: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
-
-
-NO_PHRASES = PhraseTexts()
 
 
 class Spelling:
@@ -99,14 +93,6 @@ class Phrases:
     held_Q: np.ndarray  # number of last letters that may begin a stop string
     letters_V: np.ndarray  # number of letters of a token
     eos: int
-
-    @classmethod
-    def none(cls, vocab: int, eos: int) -> Phrases:
-        """The automaton without phrases."""
-        next_1V = np.zeros((1, vocab), np.int32)
-        zeros_1V = np.zeros((1, vocab), np.int16)
-        zeros_1 = np.zeros(1, np.int16)
-        return cls(next_1V, zeros_1V, zeros_1V > 0, zeros_1V, zeros_1[None], zeros_1, next_1V[0], eos)
 
     def find_stop(self, ids: Sequence[int]) -> tuple[int, int] | None:
         """Find the first stop string -> the number of tokens up to its end, and of those that begin before it."""
@@ -285,7 +271,7 @@ class SearchInput:
     minimum: int = 0  # fewest output tokens
     prefix: tuple[int, ...] = ()
     not_after_prefix: tuple[int, ...] = ()  # tokens that would change the last character of the prefix
-    texts: PhraseTexts = NO_PHRASES
+    texts: PhraseTexts = PhraseTexts()  # noqa: RUF009  immutable
     phrases: Phrases | None = None  # the automaton of the texts
     stages: int = 0  # of progress until all required phrases are met
     key: int = 0  # of its random numbers, together with the seed
@@ -441,7 +427,10 @@ class PhraseConstraint(Rule):
     ) -> None:
         self.eos = eos
         self.redistribute = redistribute
-        no_phrases = Phrases.none(vocab, eos)
+        next_1V = np.zeros((1, vocab), np.int32)
+        zeros_1V = np.zeros((1, vocab), np.int16)
+        zeros_1 = np.zeros(1, np.int16)
+        no_phrases = Phrases(next_1V, zeros_1V, zeros_1V > 0, zeros_1V, zeros_1[None], zeros_1, next_1V[0], eos)
         phrases = [item.phrases or no_phrases for item in inputs]
         automata = list(dict.fromkeys(phrases))
         # The states of all automata are numbered consecutively; tables of fewer subsets are padded.

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from regard.decode.alignment import Coverage
 
 
-Tokens = Tensor | list[Tensor]  # fed to all models alike, or (at the first step) to each its own
-
-
 # Selection
 
 
@@ -73,11 +70,7 @@ def select(states: States, rows: Tensor, sentences: Tensor | None = None) -> Sta
 
 
 def should_leave(done_A: Tensor, full_A: Tensor) -> bool:
-    """Whether finished sentences leave the batch now.
-
-    If they left one by one, copying the state would cost more than it saves. But a sentence that is `full`, at its
-    limit, must not be fed further: it may be at the last position of the model.
-    """
+    """Whether finished sentences leave the batch, which copies the state; a `full` one may have no further position."""
     return int(done_A.sum()) * 8 >= len(done_A) or bool((done_A & full_A).any())
 
 
@@ -222,7 +215,7 @@ class BeamSearch:
         self.finished = FinishedHypotheses(len(inputs), groups, self.keep if groups == 1 else self.width, device)
         self.pointers = BackPointers()
         tokens, states = scorer.start(inputs)
-        self.tokens: Tokens = tokens
+        self.tokens: Tensor | list[Tensor] = tokens
         self.states = tuple(state.with_prefix_tree(len(inputs), device) for state in states)
         if groups > 1:
             rows_N = self.alive_A.repeat_interleave(groups)
@@ -365,14 +358,14 @@ def steps(
     scorer: Scorer, inputs: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
 ) -> Iterator[Step]:
     """Greedy search and sampling: a token per row and step, `count` rows per input, until the rules have ended all."""
-    start_tokens, states = scorer.start(inputs)
+    first_tokens, states = scorer.start(inputs)
     alive_B = torch.arange(len(inputs), device=scorer.device)
     limit_B = torch.tensor([item.limit for item in inputs], device=scorer.device)
     rows_N = torch.arange(len(inputs) * count, device=scorer.device)
     if count > 1:
-        start_tokens, states = _spread(start_tokens, states, rules, rows_N // count)
+        first_tokens, states = _spread(first_tokens, states, rules, rows_N // count)
     done_N = torch.zeros_like(rows_N, dtype=torch.bool)
-    tokens: Tokens = start_tokens
+    tokens: Tensor | list[Tensor] = first_tokens
     for t in range(max(item.limit for item in inputs) + 1):
         logp_NV, states = scorer.step(tokens, states)
         value_NV = steer(logp_NV, rules, t, alive_B)

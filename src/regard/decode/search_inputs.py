@@ -15,9 +15,6 @@ from regard.batch import by_length
 from regard.config import Config
 from regard.decode.constraints import (
     BOUNDARY,
-    MAX_REQUIRED,
-    MAX_STAGES,
-    MAX_STOP,
     NEVER,
     Letters,
     Phrases,
@@ -36,6 +33,9 @@ LENGTH_RATIO = 3  # the default limit is LENGTH_RATIO * source + LENGTH_EXTRA
 LENGTH_EXTRA = 50
 CONTINUATION_LENGTH = 100  # default limit of a language model
 MAX_CHARACTERS = 1_000_000  # of a source; a longer one always has too many tokens
+MAX_REQUIRED = 10  # requirements at once; the search distinguishes all subsets of them
+MAX_STOP = 1000  # letters of a stop string
+MAX_STAGES = 48  # stages of progress towards required phrases that a beam keeps apart
 MAX_CACHED_PHRASES = 256  # automata, which inputs with the same phrases share
 UNBOUNDED = 10**9  # positions of a model without a position table
 
