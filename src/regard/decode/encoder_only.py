@@ -224,17 +224,20 @@ class MaskFiller(Engine):
         ids, scores = zip(*(row[0] for row in candidates), strict=True)
         pieces = self.run.codec.source_pieces
         named = tuple(tuple(zip(pieces([i for i, _ in row]), [x for _, x in row], strict=True)) for row in candidates)
+        text = self._text(item.parts, ids)
         score = sum(scores)
         flags = unknown_flags(item.unknown)
-        # The parts with tokens between them, joined as bytes because a token may be part of a character.
-        joined, *rest = (part.encode("utf-8", "replace") for part in item.parts)
+        return Hypothesis(text, score, tuple(pieces(ids)), scores, score / len(ids), ids, flags=flags, top_tokens=named)
+
+    def _text(self, parts: Sequence[str], ids: Sequence[int]) -> str:
+        """The parts with tokens between them, joined as bytes because a token may be part of a character."""
+        first, *rest = (part.encode("utf-8", "replace") for part in parts)
+        joined = first
         for index, part in zip(ids, rest, strict=True):
             spelling = self._spellings[index]
             joined += (spelling if joined else spelling.removeprefix(self._space.encode())) + part
         text = joined.decode("utf-8", "replace")
-        if self.run.codec.source.scheme == "nfd":
-            text = normalize_unicode("NFC", text)
-        return Hypothesis(text, score, tuple(pieces(ids)), scores, score / len(ids), ids, flags=flags, top_tokens=named)
+        return normalize_unicode("NFC", text) if self.run.codec.source.scheme == "nfd" else text
 
 
 def fill_masks(

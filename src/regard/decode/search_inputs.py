@@ -49,7 +49,7 @@ class Preparer:
         self.options = options
         self.config = check_ensemble(runs)
         self.codec = runs[0].codec
-        self.continues = self.config.encoder is None
+        self.continues = not runs[0].task.seq2seq
         self.max_source, self.max_target = (min(limit, max_tokens) for limit in position_limits(runs))
         for name in runs[0].task.excluded_options:
             if getattr(options, name):
@@ -266,7 +266,7 @@ def _overlap(required: Letters, stop: Letters) -> bool:
 
 def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
     """The ids that a run reads: sources, or the prompts of a language model, which have no end token."""
-    if run.config.encoder is not None:
+    if run.task.seq2seq:
         return run.codec.encode_source(examples)
     before, _ = run.config.ids.around(run.config.frame)
     rows = run.codec.target.encode([example.source for example in examples])
@@ -295,7 +295,7 @@ def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
     """The most source and target tokens for which every run has positions, end tokens not counted."""
     stacks = [run.config.stacks for run in runs]
     decoder = min(stack["decoder"].max_positions or UNBOUNDED for stack in stacks)
-    if runs[0].config.encoder is None:
+    if "encoder" not in stacks[0]:
         return decoder - 1, decoder  # source and target share the positions, and one is left for the target
     return min(stack["encoder"].max_positions or UNBOUNDED for stack in stacks) - 1, decoder - 1
 
