@@ -90,8 +90,10 @@ class TorchEngine(Engine):
         for batch in self.preparer.batches(dict(enumerate(inputs))):
             items = [inputs[i] for i in batch]
             for rows, decoded in in_parts(lambda rows: self._decode_batch(items[rows]), len(items)):  # noqa: B023
-                unfit = out_of_memory("source", max(map(len, items[rows.start].sources)))
-                for i, row in zip(batch[rows], decoded or [[empty_hypothesis(unfit)]], strict=True):
+                if decoded is None:
+                    unfit = out_of_memory("source", max(map(len, items[rows.start].sources)))
+                    decoded = [[empty_hypothesis(unfit)]]
+                for i, row in zip(batch[rows], decoded, strict=True):
                     results[i] = row
         return results
 
@@ -191,10 +193,11 @@ class WorkerPool(Engine):
             for i, row in zip(batch, decode_here(batch), strict=True):
                 results[i] = row
             self._seconds_per_token = (time.perf_counter() - start) / sizes[-1]
-        workers = [partial(ask, child) for child in self.children]  # for the rest of the batches, if there is one
-        decoded = children.ordered_map(workers, batches, decode_here, self.close)
-        for i, row in zip(chain(*batches), chain.from_iterable(decoded), strict=True):
-            results[i] = row
+        if batches:
+            workers = [partial(ask, child) for child in self.children]
+            decoded = children.ordered_map(workers, batches, decode_here, self.close)
+            for i, row in zip(chain(*batches), chain.from_iterable(decoded), strict=True):
+                results[i] = row
         return results
 
     def _has_children(self, batches: int, tokens: int) -> bool:

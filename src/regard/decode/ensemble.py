@@ -38,7 +38,7 @@ class Scorer:
         total = math.fsum(weights)
         self.weights = [weight / total for weight in weights] or [1 / len(models)] * len(models)
         first = self.models[0]
-        self.continues = first.decoder_only  # the output continues the source
+        self.continues = "encoder" not in first.config.stacks  # the output continues the source
         self.eos = first.config.ids.eos
         self.vocab = first.config.target_vocab
         self.device = first.device

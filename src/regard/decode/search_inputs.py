@@ -49,7 +49,7 @@ class Preparer:
         self.options = options
         self.config = check_ensemble(runs)
         self.codec = runs[0].codec
-        self.continues = not runs[0].task.seq2seq
+        self.continues = "encoder" not in self.config.stacks
         self.max_source, self.max_target = (min(limit, max_tokens) for limit in position_limits(runs))
         for name in runs[0].task.excluded_options:
             if getattr(options, name):
@@ -266,7 +266,7 @@ def _overlap(required: Letters, stop: Letters) -> bool:
 
 def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
     """The ids that a run reads: sources, or the prompts of a language model, which have no end token."""
-    if run.task.seq2seq:
+    if "encoder" in run.config.stacks:
         return run.codec.encode_source(examples)
     before, _ = run.config.ids.around(run.config.frame)
     rows = run.codec.target.encode([example.source for example in examples])
