@@ -83,8 +83,8 @@ def test_a_vector_is_the_mean_over_tokens_in_any_batch(tmp_path):
     assert run.embed([]).shape == (0, 12)
 
 
-def test_only_an_encoder_alone_embeds(tmp_path):
-    with pytest.raises(UserError, match="encoder alone"):
+def test_only_an_encoder_without_a_decoder_embeds(tmp_path):
+    with pytest.raises(UserError, match="an encoder without a decoder"):
         encoder(tmp_path, "marian").embed(["abc"])
-    with pytest.raises(UserError, match="encoder alone"):
+    with pytest.raises(UserError, match="an encoder without a decoder"):
         encoder(tmp_path, output="classes", classes=2).embed(["abc"])

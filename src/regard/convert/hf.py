@@ -197,9 +197,10 @@ def _report(
             )
     else:
         proof.require(source.resolve().name, "outputs", f"transformers {proof.version}")
+        longest = f" and one of {plural(proof.tokens, 'token')}" if proof.tokens else ""
         summary = (
             f"proven: the outputs of this model and of transformers {proof.version} for"
-            f" {plural(proof.samples, 'random input')}{_extent(proof)}, with these weights and with random weights,"
+            f" {plural(proof.samples, 'random input')}{longest}, with these weights and with random weights,"
             f" differ by at most {proof.difference:.2g} (allowed: {proof.tolerance:g})"
         )
         if proof.outputs:
@@ -208,10 +209,6 @@ def _report(
     if again is not None:
         details["read_again"] = again.difference
     return ConversionReport(source.resolve().name, architecture, size, proof, summary, details)
-
-
-def _extent(proof: Proof) -> str:
-    return f" and one of {plural(proof.tokens, 'token')}" if proof.tokens else ""
 
 
 def _write_model_card(path: Path, name: str, report: ConversionReport) -> None:

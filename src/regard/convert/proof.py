@@ -84,7 +84,21 @@ def fill_weights(model: Model, run: Callable[[], Any]) -> None:
     def noise(parameter: Tensor) -> Tensor:
         return torch.randn(parameter.shape, generator=generator).to(parameter)
 
-    hooks: list[RemovableHandle] = []
+    def scale(linear: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        """Scale the weight of a linear layer once, to give its outputs the size of its role."""
+        handle, size = hooks.pop(linear)
+        handle.remove()
+        bias = 0 if linear.bias is None else linear.bias
+        actual = float((output - bias).square().mean().sqrt())
+        if embedding is None or linear.weight is not embedding.weight:
+            linear.weight.mul_(size / max(actual, 1e-30))
+        elif linear.bias is not None:  # the embedding has this weight too, so scale the bias instead
+            linear.bias.mul_(actual / size)
+        result: Tensor = linear.forward(*inputs)
+        return result
+
+    embedding = model.target_embedding or model.source_embedding
+    hooks: dict[nn.Module, tuple[RemovableHandle, float]] = {}
     filled: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         size = _size(name, module, model.config)
@@ -99,38 +113,12 @@ def fill_weights(model: Model, run: Callable[[], Any]) -> None:
             else:
                 parameter.copy_(size * noise(parameter))
         if isinstance(module, nn.Linear):
-            hooks.append(module.register_forward_hook(_Scaling(size, tied=module.weight is _embedding(model))))
+            hooks[module] = module.register_forward_hook(scale), size
     try:
         run()
     finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class _Scaling:
-    """A forward hook that scales the weight of a linear layer once, to give its outputs a certain size."""
-
-    def __init__(self, size: float, tied: bool) -> None:
-        self.size = size
-        self.tied = tied
-        self.done = False
-
-    def __call__(self, linear: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        if not self.done:
-            self.done = True
-            bias = 0 if linear.bias is None else linear.bias
-            actual = float((output - bias).square().mean().sqrt())
-            if not self.tied:
-                linear.weight.mul_(self.size / max(actual, 1e-30))
-            elif linear.bias is not None:  # the embedding has this weight too, so scale the bias instead
-                linear.bias.mul_(actual / self.size)
-        result: Tensor = linear.forward(*inputs)
-        return result
-
-
-def _embedding(model: Model) -> Tensor | None:
-    table = model.target_embedding or model.source_embedding
-    return None if table is None else table.weight
+        for handle, _ in hooks.values():
+            handle.remove()
 
 
 def _size(name: str, module: nn.Module, config: Config) -> float:
@@ -351,26 +339,22 @@ def compare_greedy(run: Run, theirs: Any, samples: Samples, defaults: Json, tole
     results = engine.decode([SearchInput((row,), limit=new, open_end=continues) for row in rows])
     with _their_errors(f"{run.path.name}: cannot be proven: transformers cannot generate"):
         ends = _simplify_generation(theirs, config, defaults)
-        their_rows = [_generated(theirs, row, new) for row in rows]
-    our_ends = (
-        ends if config.ids.eos in ends else {config.ids.eos}
-    )  # their outputs may have several end tokens, ours one
+        their_rows = [
+            theirs.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)).long(), max_new_tokens=new)
+            for row in rows
+        ]
+    # Their outputs may have several end tokens, ours one.
+    our_ends = ends if config.ids.eos in ends else {config.ids.eos}
     for row, (hypothesis, *_), output in zip(rows, results, their_rows, strict=True):
-        answer = output[len(row) :] if continues else output[1:]
         # The last token may be an end token forced by the length limit.
-        pair = [_until(ids, last)[: new - 1] for ids, last in ((hypothesis.ids, our_ends), (answer, ends))]
-        if pair[0] != pair[1] and not _tied(run.model, row, pair[0], pair[1], tolerance):
+        here = _until(hypothesis.ids, our_ends)[: new - 1]
+        there = _until(output[0].tolist()[len(row) if continues else 1 :], ends)[: new - 1]
+        if here != there and not _tied(run.model, row, here, there, tolerance):
             raise UserError(
                 f"{run.path.name}: the converted model is not the same: from the ids {row} greedy search gives"
-                f" {pair[0]} here and {pair[1]} with transformers. Nothing was written"
+                f" {here} here and {there} with transformers. Nothing was written"
             )
     return len(rows)
-
-
-def _generated(theirs: Any, row: list[int], new: int) -> list[int]:
-    ids = torch.tensor([row])
-    output: list[int] = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new)[0].tolist()
-    return output
 
 
 def _until(ids: Iterable[int], ends: set[int]) -> list[int]:

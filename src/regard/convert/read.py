@@ -40,9 +40,7 @@ def open_directory(path: Path, log: Callable[[str], None]) -> Json:
     if not (path / CONFIG).is_file():
         raise UserError(f"{path}: not a Hugging Face directory: {CONFIG} is missing")
     require_own_files(path, sorted(str(entry.relative_to(path)) for entry in path.rglob("*")))
-    files = [
-        Fields.load(path / name) for name in (CONFIG, GENERATION)
-    ]  # the second takes precedence, as in transformers
+    files = [Fields.load(path / name) for name in (CONFIG, GENERATION)]  # the second takes precedence
     data = files[0].data
     if "model_type" not in data and "format" in data:
         raise UserError(f"{path}: this is a run; use --to hf to convert it to a Hugging Face directory")
@@ -207,9 +205,13 @@ def read_generation(directory: Path, hf: Fields, config: Config, log: Callable[[
     """The suppressed ids and the length limit of outputs; older directories have them in config.json."""
     settings = Fields.load(directory / GENERATION)
     if settings.data:
-        others = {key: value for key, value in settings.data.items() if key not in READ and not _idle(key, value)}
+        others = [
+            f"{key} {value!r}" + (f" ({OPTIONS[key][0]})" if key in OPTIONS else "")
+            for key, value in settings.data.items()
+            if key not in READ and value not in (None, [], {}, *OPTIONS.get(key, ())[1:])
+        ]
         if others:
-            log(f"not kept, because a run has no such defaults: {', '.join(map(_named, others, others.values()))}")
+            log(f"not kept, because a run has no such defaults: {', '.join(others)}")
     else:
         settings = hf
     if longer := [row for row in _bad_words(settings) if len(row) > 1]:
@@ -233,19 +235,10 @@ def _bad_words(settings: Fields) -> list[list[int]]:
     return [ids for row, ids in rows if len(ids) == len(row)]
 
 
-def _idle(key: str, value: Any) -> bool:
-    return value is None or value in ([], {}) or (key in OPTIONS and value == OPTIONS[key][1])
-
-
-def _named(key: str, value: Any) -> str:
-    return f"{key} {value!r}" + (f" ({OPTIONS[key][0]})" if key in OPTIONS else "")
-
-
 def _limit(settings: Fields, config: Config, log: Callable[[str], None]) -> int | None:
     """The maximum number of output tokens, without the end token and the start token, which max_length includes."""
-    new, total = (
-        None if settings.get(key) is None else settings.count(key) for key in ("max_new_tokens", "max_length")
-    )
+    new = settings.count("max_new_tokens") if settings.get("max_new_tokens") is not None else None
+    total = settings.count("max_length") if settings.get("max_length") is not None else None
     if config.encoder is None:
         if total is not None and new is None:
             log(f"not kept: max_length {total}, which includes the prompt (--max-length limits only new tokens)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Collection, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -249,34 +250,31 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
 def _message(data: bytes) -> dict[int, list[Any]]:
     """The fields of a protocol buffer message by number: integers or bytes."""
     fields: dict[int, list[Any]] = {}
-    position = 0
+    stream = BytesIO(data)
 
     def varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            if position >= len(data) or shift > 63:
-                raise ValueError("it ends in the middle of a number")
-            byte = data[position]
-            position += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
+        value = 0
+        for shift in range(0, 70, 7):
+            if not (byte := stream.read(1)):
+                break
+            value |= (byte[0] & 127) << shift
+            if byte[0] < 128:
                 return value
+        raise ValueError("it ends in the middle of a number")
 
-    while position < len(data):
+    while stream.tell() < len(data):
         key = varint()
         wire_type = key & 7
+        values = fields.setdefault(key >> 3, [])
         if wire_type == 0:
-            fields.setdefault(key >> 3, []).append(varint())
-            continue
-        if wire_type not in (1, 2, 5):
+            values.append(varint())
+        elif wire_type in (1, 2, 5):
+            size = {1: 8, 5: 4}.get(wire_type) or varint()
+            if stream.tell() + size > len(data):
+                raise ValueError("it ends in the middle of a field")
+            values.append(stream.read(size))
+        else:
             raise ValueError(f"unknown field type {wire_type}")
-        size = {1: 8, 5: 4}.get(wire_type) or varint()
-        if position + size > len(data):
-            raise ValueError("it ends in the middle of a field")
-        fields.setdefault(key >> 3, []).append(data[position : position + size])
-        position += size
     return fields
 
 
@@ -554,11 +552,9 @@ def _write(tokenizer: Tokenizer, frame: Frame, directory: Path, model_type: str)
     removed = _remove_tokens(state, tokenizer.size)
     write_json(directory / JSON, state)
     write_json(directory / SETTINGS, settings)
-    return (
-        [f"{directory / JSON}: removed {plural(removed, 'token')} beyond the vocabulary of the model"]
-        if removed
-        else []
-    )
+    if not removed:
+        return []
+    return [f"{directory / JSON}: removed {plural(removed, 'token')} beyond the vocabulary of the model"]
 
 
 def _remove_tokens(state: Json, size: int) -> int:
