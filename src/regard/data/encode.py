@@ -210,7 +210,8 @@ class TextEncoder:
 
     def _cache_words(self, texts: Sequence[str]) -> None:
         """Tokenise the new words of texts, except words whose tokens depend on what follows them."""
-        first, later = set(), set()
+        first = set()
+        later = set()
         for text in texts:
             word, *words = text.split(" ")
             first.add(word)
@@ -309,8 +310,6 @@ class ExampleEncoder:
         bad = (longest > max_length) | (shorter < (min_length if min_length > 1 else 0))
         if max_ratio is not None:
             bad |= longer > max_ratio * shorter
-        if not bad.any():
-            return range(len(sources))
         for index in np.flatnonzero(bad).tolist():
             position = int(positions[index])
             if longest[index] > max_length:
@@ -320,7 +319,7 @@ class ExampleEncoder:
             else:
                 lengths = f"{plural(longer[index], 'token')} and {shorter[index]:,}"
                 skip(position, RATIO, f"{lengths}; data.max_ratio is {max_ratio}")
-        return np.flatnonzero(~bad).tolist()
+        return np.flatnonzero(~bad).tolist() if bad.any() else range(len(bad))
 
 
 # Blocks of pairs and labelled texts

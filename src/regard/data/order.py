@@ -136,11 +136,10 @@ def proportions(sizes: Sequence[int], weights: Sequence[float] | None, temperatu
 def draw(
     sizes: Sequence[int], shares: Sequence[float], seed: int, epoch: int, part: tuple[int, int] = (0, 1), block: int = 1
 ) -> Indices:
-    """The examples of an epoch in which each corpus has its share, sum(sizes) in total; or one part of them.
+    """The examples of an epoch in which each corpus has its share, sum(sizes) in total; or a part: (number, count).
 
     The examples of a corpus are drawn in passes, each in another order, in which `block` consecutive examples stay
-    together. An epoch continues the pass of the epoch before, so an example is repeated only after all other examples
-    of its corpus. `part` is (number, count): part number 0, 1, ... of `count` parts.
+    together. An epoch continues the last pass, so an example is repeated only after all others of its corpus.
     """
     number, parts = part
     total = sum(sizes)

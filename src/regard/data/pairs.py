@@ -204,7 +204,8 @@ def _unknown_notes(codec: Codec, train: CorpusWriter, examples: list[Example], l
             share = 100 * train.unknown[side] / train.tokens[side]
             count = plural(train.unknown[side], f"unknown {side} token")
             yield f"training: {count} ({share:.2g} %), rarer than text.min_count"
-    source, target = UnknownTokens(), UnknownTokens()
+    source = UnknownTokens()
+    target = UnknownTokens()
     codec.note_unknown(examples, source)
     if not labelled:
         texts = [example.target or "" for example in examples]

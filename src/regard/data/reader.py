@@ -87,31 +87,24 @@ class _ZstandardReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
-            while not self._ready and self._decompress():
-                pass
-        except self._library.ZstdError as error:
-            raise UserError(f"{self._name}: broken zstandard data, perhaps cut short: {error}") from None
+        while not self._ready:
+            compressed = self._rest or self._compressed.read1(ZSTANDARD_BYTES)  # type: ignore[attr-defined]
+            if not compressed:
+                if self._frame is not None:
+                    raise UserError(f"{self._name}: broken zstandard data, perhaps cut short")
+                return 0
+            try:
+                if self._frame is None:
+                    self._frame = self._library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+                self._ready = memoryview(self._frame.decompress(compressed))
+            except self._library.ZstdError as error:
+                raise UserError(f"{self._name}: broken zstandard data, perhaps cut short: {error}") from None
+            self._rest = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
-
-    def _decompress(self) -> bool:
-        """Decompress the next bytes -> False at the end of the file."""
-        compressed = self._rest or self._compressed.read1(ZSTANDARD_BYTES)  # type: ignore[attr-defined]
-        self._rest = b""
-        if not compressed:
-            if self._frame is not None:
-                raise UserError(f"{self._name}: broken zstandard data, perhaps cut short")
-            return False
-        if self._frame is None:
-            self._frame = self._library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        self._ready = memoryview(self._frame.decompress(compressed))
-        if self._frame.eof:
-            self._rest = self._frame.unused_data
-            self._frame = None
-        return True
 
 
 @contextmanager

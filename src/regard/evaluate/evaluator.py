@@ -161,6 +161,7 @@ def make_evaluation(examples: int, names: Sequence[str], results: Sequence[Any],
     return evaluation
 
 
+EMPTY_FLAGS = ("too_long", "unsatisfied", "out_of_memory", "error")  # reasons for an empty output
 OpenEngine = Callable[[Sequence[Run], Options], Engine]  # several runs are an ensemble
 Skip = Callable[[int, str], object]  # takes the index of an unusable example and the reason
 
@@ -225,39 +226,31 @@ def evaluate(
     """
     systems = [System([each], options or Options()) for each in (run, against) if each is not None]
     inputs = [Request(example.source, example.features) for example in examples]
-    references = [(example.target or "",) for example in examples]
-    indices = usable(len(inputs), too_long(systems, inputs, references), skip)
+    data = ParallelData(inputs, [(example.target or "",) for example in examples])
+    indices = usable(len(inputs), too_long(systems, data), skip)
     if not indices:
         raise UserError("there is nothing to evaluate: no pair is usable")
-    evaluation_options = EvaluationOptions(metrics=tuple(metrics), bootstrap=samples)
-    return evaluate_pairs(systems, [inputs[i] for i in indices], [references[i] for i in indices], evaluation_options)
+    return evaluate_pairs(systems, data.part(indices), EvaluationOptions(metrics=tuple(metrics), bootstrap=samples))
 
 
-def too_long(
-    systems: Sequence[System], inputs: Sequence[Request], references: Sequence[tuple[str, ...]]
-) -> list[list[str]]:
+def too_long(systems: Sequence[System], data: ParallelData) -> list[list[str]]:
     """For each run, the reason why a pair is too long, or an empty text, for each pair."""
-    pairs = pair_examples(inputs, references)
-    return [overlong(run, pairs, system.options) for system in systems for run in system.runs]
+    return [overlong(run, data.examples, system.options) for system in systems for run in system.runs]
 
 
 def evaluate_pairs(
-    systems: Sequence[System],
-    inputs: Sequence[Request],
-    references: Sequence[tuple[str, ...]],
-    options: EvaluationOptions,
-    open_engine: OpenEngine = TorchEngine,
+    systems: Sequence[System], data: ParallelData, options: EvaluationOptions, open_engine: OpenEngine = TorchEngine
 ) -> Evaluation:
     """Decode the inputs and compare with the references; a second system is compared with the first."""
     run = next(iter(systems[0].runs), None)
-    names = list(options.metrics) or default_metrics(run, [several[0] for several in references])
+    names = list(options.metrics) or default_metrics(run, [several[0] for several in data.references])
     check_metrics(names, METRICS)
     if options.bleu_tokenize != DEFAULTS.bleu_tokenize and "bleu" not in names:
         raise UserError(f"bleu_tokenize: bleu is not among the metrics ({', '.join(names)}); add this metric")
     if run is None and "perplexity" in names:
         raise UserError("metric: 'perplexity' needs a run; ready outputs have no probabilities")
-    results = [_outputs(system, inputs, references, names, options, open_engine) for system in systems]
-    return make_evaluation(len(inputs), names, results, options.bootstrap)
+    results = [_outputs(system, data, names, options, open_engine) for system in systems]
+    return make_evaluation(len(data.inputs), names, results, options.bootstrap)
 
 
 def content_for(run: Run | None, references: Sequence[str]) -> Content:
@@ -273,38 +266,26 @@ def default_metrics(run: Run | None, references: Sequence[str]) -> list[str]:
 
 
 def _outputs(
-    system: System,
-    inputs: Sequence[Request],
-    references: Sequence[tuple[str, ...]],
-    names: Sequence[str],
-    settings: MetricSettings,
-    open_engine: OpenEngine,
+    system: System, data: ParallelData, names: Sequence[str], settings: MetricSettings, open_engine: OpenEngine
 ) -> Outputs:
     """Decode every source and score every first reference, as far as the metrics need it, or take the ready outputs."""
     if not system.runs:
-        return Outputs(list(system.texts), references, settings=settings)
+        return Outputs(list(system.texts), data.references, settings=settings)
     best: list[Hypothesis] = []
     if set(names) - {"perplexity"}:
         with open_engine(system.runs, system.options) as engine:
-            for window in windows(inputs, system.options.window):  # as in `regard generate`, hence the same outputs
+            for window in windows(
+                data.inputs, system.options.window
+            ):  # as in `regard generate`, hence the same outputs
                 best += [hypotheses[0] for hypotheses in engine(window)]
     flags = {i: reason for i, h in enumerate(best) for name, reason in h.flags.items() if name in EMPTY_FLAGS}
-    pairs = pair_examples(inputs, references) if "perplexity" in names else []
-    scored = list(score(system.runs, pairs, system.options)) if pairs else []
+    scored = list(score(system.runs, data.examples, system.options)) if "perplexity" in names else []
     if unfit := next((item.flags["out_of_memory"] for item in scored if "out_of_memory" in item.flags), None):
         raise UserError(f"perplexity: {unfit}")
     texts = [hypothesis.text for hypothesis in best]
     log_probabilities = [item.score for item in scored]
     tokens = [len(item.tokens) for item in scored]
-    return Outputs(texts, references, log_probabilities, tokens, settings, flags)
-
-
-EMPTY_FLAGS = ("too_long", "unsatisfied", "out_of_memory", "error")  # reasons for an empty output
-
-
-def pair_examples(inputs: Sequence[Request], references: Sequence[tuple[str, ...]]) -> list[Example]:
-    """The sources with their first references."""
-    return [Example(item.source, several[0], item.features) for item, several in zip(inputs, references, strict=True)]
+    return Outputs(texts, data.references, log_probabilities, tokens, settings, flags)
 
 
 # Plain text
@@ -423,8 +404,8 @@ class _Job:
         """Read the examples and check that they have the features that the runs need."""
         data = self.files.read(self.counter)
         for run in self.runs:
-            for item, location in zip(data.inputs, data.locations, strict=True):
-                if problem := run.codec.features_problem(Example(item.source, None, item.features)):
+            for example, location in zip(data.examples, data.locations, strict=True):
+                if problem := run.codec.features_problem(example):
                     raise UserError(f"{location}: {problem}")
         return data
 
@@ -475,9 +456,9 @@ class _Job:
 
 def _evaluate_pairs(job: _Job) -> Evaluation:
     data = job.read()
-    data = data.part(job.usable(data, too_long(job.systems, data.inputs, data.references)))
+    data = data.part(job.usable(data, too_long(job.systems, data)))
     systems = [replace(each, texts=data.outputs.get(each.outputs or "", ())) for each in job.systems]
-    evaluation = evaluate_pairs(systems, data.inputs, data.references, job.options, job.open_engine)
+    evaluation = evaluate_pairs(systems, data, job.options, job.open_engine)
     evaluation = replace(evaluation, remarks=_empty_outputs(evaluation.outputs, data))
     run = next(iter(systems[0].runs), None)
     unit = _UNITS.get(content_for(run, [references[0] for references in data.references]))
@@ -486,7 +467,7 @@ def _evaluate_pairs(job: _Job) -> Evaluation:
     elif "cer" in evaluation.metrics:
         unit = "character"
     evaluation = job.with_confusions(evaluation, unit, [item.source for item in data.inputs], data.locations)
-    return job.with_unknown(evaluation, pair_examples(data.inputs, data.references))
+    return job.with_unknown(evaluation, data.examples)
 
 
 def _empty_outputs(outputs: Outputs | None, data: ParallelData) -> list[str]:
@@ -502,15 +483,14 @@ def _empty_outputs(outputs: Outputs | None, data: ParallelData) -> list[str]:
 def _evaluate_labelled(job: _Job) -> Evaluation:
     check_metrics(job.options.metrics, job.runs[0].task.evaluation)
     data = job.read()
-    labels, problems = [], []
+    labels = []
+    problems = []
     for system in job.systems:
         if not system.runs:
             labels.append(data.outputs[system.outputs or ""])
             continue
         options = system.options
-        classified = classify(
-            system.runs[0], pair_examples(data.inputs, data.references), options.batch_tokens, options.max_source
-        )
+        classified = classify(system.runs[0], data.examples, options.batch_tokens, options.max_source)
         labels.append([each.label for each in classified])
         problems.append([each.flags.get("too_long", "") for each in classified])
     indices = job.usable(data, problems)
@@ -518,7 +498,7 @@ def _evaluate_labelled(job: _Job) -> Evaluation:
     results = [Outputs([texts[i] for i in indices], data.references) for texts in labels]
     evaluation = make_evaluation(len(indices), ["accuracy"], results, job.options.bootstrap)
     evaluation = job.with_confusions(evaluation, "label", [item.source for item in data.inputs], data.locations)
-    return job.with_unknown(evaluation, pair_examples(data.inputs, data.references))
+    return job.with_unknown(evaluation, data.examples)
 
 
 def _evaluate_images(job: _Job) -> Evaluation:

@@ -22,14 +22,20 @@ class ParallelData:
 
     inputs: list[Request]  # with an empty source if there are only references and outputs
     references: list[tuple[str, ...]]
-    locations: list[str]  # file:line
-    outputs: dict[str, list[str]]  # by file
+    locations: list[str] = field(default_factory=list)  # file:line; none for data in memory
+    outputs: dict[str, list[str]] = field(default_factory=dict)  # by file
+
+    @property
+    def examples(self) -> list[Example]:
+        """The sources with their first references."""
+        pairs = zip(self.inputs, self.references, strict=True)
+        return [Example(item.source, several[0], item.features) for item, several in pairs]
 
     def part(self, indices: Sequence[int]) -> ParallelData:
         return ParallelData(
             [self.inputs[i] for i in indices],
             [self.references[i] for i in indices],
-            [self.locations[i] for i in indices],
+            [self.locations[i] for i in indices if self.locations],
             {name: [texts[i] for i in indices] for name, texts in self.outputs.items()},
         )
 
@@ -64,7 +70,7 @@ class ParallelFiles:
                     f"{self.name} has {plural(counter.read, 'line')} but {shown(path)} has "
                     f"{plural(len(lines), 'line')}; they must have the same number of lines"
                 )
-        data = ParallelData([], [], [], {path: [] for path in self.outputs})
+        data = ParallelData([], [], outputs={path: [] for path in self.outputs})
         for number, request, targets in rows:
             location = self.table.location(number) if self.table else f"{self.name}:{number}"
             others = {path: files[path][number - 1] for path in self.references}

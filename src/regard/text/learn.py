@@ -76,9 +76,8 @@ class TokenizerChoice(NamedTuple):
 def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
     """Choose a scheme for a text of `lines` lines with this sample.
 
-    Tokens separated by spaces (space) are recognised because they are few and repeat often, or are very short. Short
-    lines and lines without spaces over a small alphabet are split into characters (char, nfd), all other text into
-    learned pieces (bpe).
+    Tokens separated by spaces (space) are few and repeat often, or are very short. Short lines, and lines without
+    spaces over a small alphabet, are split into characters (char, nfd), all other text into learned pieces (bpe).
     """
     lines = len(sample) if lines is None else lines
     tokens = Counter(token for text in sample for token in text.split(" ") if token)
@@ -130,13 +129,10 @@ def learn_tokenizer(
     mask: bool = False,
     line_ends: bool = False,
 ) -> tuple[Tokenizer, str]:
-    """Learn a tokenizer -> the tokenizer and a note on it; `texts` returns the texts of about N lines.
-
-    With `line_ends`, the white space between tokens must be kept, so word is chosen instead of space.
-    """
+    """Learn a tokenizer -> the tokenizer and a note on it; `texts` returns the texts of about N lines."""
     choice = choose(sample, lines) if request == "auto" else TokenizerChoice(request, "as requested")
     if line_ends and choice.scheme == "space":
-        choice = choice._replace(scheme="word")
+        choice = choice._replace(scheme="word")  # which keeps the white space between tokens
     tokenizer = Tokenizer.train(choice.scheme, texts(learned_lines(choice.scheme, sample, lines)), min_count, mask)
     return tokenizer, f"tokens: {choice.scheme}: {choice.reason}; {tokenizer.size:,} tokens"
 

@@ -112,10 +112,12 @@ def learn(scheme: Scheme, texts: Iterable[str], min_count: int = 1, mask: bool =
     model: Any
     if scheme.kind == "byte":
         model = models.BPE(_number_tokens(specials, byte_letters()), [])
-    elif scheme.kind in LEARNED:
-        assert scheme.size is not None
-        size = scheme.size - len(specials)
-        model = _bpe(specials, texts, size) if scheme.kind == "bpe" else _unigram(specials, texts, size)
+    elif scheme.size is not None and scheme.kind == "bpe":
+        state = _train_library("bpe", texts, trainers.BpeTrainer, scheme.size - len(specials))
+        tokens = sorted(state["vocab"], key=state["vocab"].__getitem__)
+        model = models.BPE(_number_tokens(specials, tokens), [tuple(pair) for pair in state["merges"]])
+    elif scheme.size is not None:
+        model = _unigram(specials, texts, scheme.size - len(specials))
     else:
         tokens = _count_tokens(scheme.kind, texts, min_count)
         model = models.WordLevel(_number_tokens(specials, tokens), unk_token=SPECIALS[IDS.unk])
@@ -156,18 +158,10 @@ def _train_library(kind: str, texts: Iterable[str], trainer: Any, size: int) -> 
     return state
 
 
-def _bpe(specials: Sequence[str], texts: Iterable[str], size: int) -> Any:
-    state = _train_library("bpe", texts, trainers.BpeTrainer, size)
-    vocab = state["vocab"]
-    tokens = _number_tokens(specials, sorted(vocab, key=vocab.__getitem__))
-    return models.BPE(tokens, [tuple(pair) for pair in state["merges"]])
-
-
 def _unigram(specials: Sequence[str], texts: Iterable[str], size: int) -> Any:
     """Learn at most `size` pieces, every byte among them, reproducibly.
 
-    The library gives bytes without a score one close to the lowest score, in steps of 0.0001 and random order. Here all
-    of them get the lowest score.
+    The library gives bytes without a score one close to the lowest, in random order; here they get the lowest score.
     """
     state = _train_library("unigram", texts, trainers.UnigramTrainer, size)
     letters = byte_letters()
@@ -226,10 +220,9 @@ class Tokenizer:
 
     @classmethod
     def train(cls, scheme: str, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Tokenizer:
-        """Learn a tokenizer from a stream of texts, with a mask token if `mask` is set.
+        """Learn a tokenizer from a stream of texts. In char, nfd, space and word, rare tokens are unknown.
 
-        In char, nfd, space and word, tokens rarer than `min_count` are unknown. Little text may give bpe:N and
-        unigram:N fewer than N tokens; then `scheme` has the actual number.
+        Little text may give bpe:N and unigram:N fewer than N tokens; then `scheme` has the actual number.
         """
         parsed = parse_scheme(scheme)
         if parsed.kind == "auto":
@@ -367,10 +360,10 @@ class ForeignTokenizer(Tokenizer):
 
     def _numbers(self, encoding: Any) -> list[int]:
         """The ids; an unknown token may be a token of the other side."""
-        ids, unk, aside = list(encoding.ids), self.ids.unk, self._aside
-        if not aside:
-            return ids
-        return [aside.get(token, i) if i == unk else i for i, token in zip(ids, encoding.tokens, strict=True)]
+        if not self._aside:
+            return list(encoding.ids)
+        pairs = zip(encoding.ids, encoding.tokens, strict=True)
+        return [self._aside.get(token, i) if i == self.ids.unk else i for i, token in pairs]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; special tokens are skipped, an unknown token is `⁇`."""
@@ -455,7 +448,8 @@ def checked_state(text: str) -> dict[str, Any]:
     state = json.loads(text)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise UserError("not a readable tokenizer: it has no table model")
-    vocab, added = state["model"].get("vocab"), state.get("added_tokens", [])
+    vocab = state["model"].get("vocab")
+    added = state.get("added_tokens", [])
     if not isinstance(vocab, dict | list) or not isinstance(added, list):
         raise UserError("not a readable tokenizer: model.vocab and added_tokens must be lists of tokens")
     if not all(isinstance(token, dict) for token in added):
