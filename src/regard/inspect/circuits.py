@@ -73,10 +73,8 @@ class Attribution:
 @torch.no_grad()
 def attribute(run: Run, text: str, token: str | None = None, place: int = -1) -> Attribution:
     """The contributions to the logit of a token at a position of `text`; by default of the most probable next token."""
-    require_type(run, Run, A_RUN)
+    model, decoder = _plain_decoder(run)
     require_type(text, str, "attribute: takes a text")
-    model = run.model
-    decoder = _plain_decoder(model)
     assert model.output is not None
     ids = [run.config.start_id, *run.codec.target.encode([text])[0]]
     if place not in range(-len(ids), len(ids)):
@@ -169,9 +167,8 @@ class Circuit:
 
     def matrix(self) -> Tensor:
         """The full matrix, (V, V)."""
-        if len(self.left_VE) ** 2 > MAX_PAIRS:
-            tokens = f"{len(self.left_VE):,} tokens"
-            raise UserError(f"a matrix over {tokens} is too large to compute in full; use top()")
+        if len(self.names) ** 2 > MAX_PAIRS:
+            raise UserError(f"a matrix over {len(self.names):,} tokens is too large to compute in full; use top()")
         return self.left_VE @ self.right_VE.T
 
     def row(self, token: str) -> Tensor:
@@ -198,24 +195,21 @@ def qk(run: Run, layer: int, head: int) -> Circuit:
 
     `layer` and `head` count from 0; heads keep their numbers when others are pruned.
     """
-    attention, index, x_VD = _head(run, layer, head)
+    attention, index, x_VD, (k_VE, _) = _head(run, layer, head)
     if not attention.score.is_dot:
         raise UserError("the attention score of this model is not a product of query and key")
     q_1HVE = attention.query(x_VD).unflatten(-1, (attention.heads, -1)).transpose(0, 1).unsqueeze(0)
-    k_VE, _ = _key_value(attention, x_VD, index)
     return Circuit(attention.score.query(q_1HVE)[0, index] * attention.score.scale, k_VE, _token_names(run))
 
 
 @torch.no_grad()
 def ov(run: Run, layer: int, head: int) -> Circuit:
     """The logit of a token (column) added by attending to a token (row), up to the scale of the last normalisation."""
-    require_type(run, Run, A_RUN)
-    model = run.model
-    attention, index, x_VD = _head(run, layer, head)
+    attention, index, _, (_, v_VE) = _head(run, layer, head)
+    model, decoder = _plain_decoder(run)
+    norm = decoder.norm
     assert isinstance(attention.out, nn.Linear) and model.output is not None
-    _, v_VE = _key_value(attention, x_VD, index)
     out_DE = attention.out.weight.unflatten(1, (attention.heads, -1))[:, index]
-    norm = _plain_decoder(model).norm
     head_VD = model.output.weight
     if isinstance(norm, nn.LayerNorm):
         out_DE = out_DE - out_DE.mean(0)
@@ -224,11 +218,9 @@ def ov(run: Run, layer: int, head: int) -> Circuit:
     return Circuit(v_VE, head_VD @ out_DE, _token_names(run))
 
 
-def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor]:
-    """An attention, the index of a head in it, and the embeddings of all tokens as the input of the attention."""
-    require_type(run, Run, A_RUN)
-    model = run.model
-    decoder = _plain_decoder(model)
+def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor, tuple[Tensor, Tensor]]:
+    """An attention, the index of a head in it, its input for every token, and the head's keys and values of these."""
+    model, decoder = _plain_decoder(run)
     attention = model.attentions().get(f"decoder.blocks.{layer}.attention")
     if attention is None or head not in attention.head_numbers:
         raise UserError(f"no head {head} in layer {layer}, counted from 0")
@@ -236,25 +228,23 @@ def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor]:
     assert isinstance(block, Block) and isinstance(attention, Attention) and model.target_embedding is not None
     x_VD = decoder.embed_norm(model.embed(model.target_embedding, torch.arange(run.config.target_vocab)))
     x_VD = block.attention_residual.norm(x_VD) if block.attention_residual.pre else x_VD
-    return attention, attention.head_numbers.index(head), x_VD
-
-
-def _key_value(attention: Attention, x_VD: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    group = attention.kv_indices[head]
     k_1GVE, v_1GVE = attention.project_kv(x_VD.unsqueeze(0), torch.zeros(1, len(x_VD), dtype=torch.long), NO_POSITION)
-    return k_1GVE[0, group], v_1GVE[0, group]
+    index = attention.head_numbers.index(head)
+    group = attention.kv_indices[index]
+    return attention, index, x_VD, (k_1GVE[0, group], v_1GVE[0, group])
 
 
 def _token_names(run: Run) -> tuple[str, ...]:
     return tuple(run.codec.target_pieces(range(run.config.target_vocab)))
 
 
-def _plain_decoder(model: Model) -> Transformer:
-    """The decoder of a language model, if its contributions add up."""
-    decoder = model.decoder
-    if not (model.decoder_only and isinstance(decoder, Transformer) and has_plain_blocks(decoder)):
+def _plain_decoder(run: Run) -> tuple[Model, Transformer]:
+    """The model of a run and its decoder, if it is a language model whose contributions add up."""
+    require_type(run, Run, A_RUN)
+    decoder = run.model.decoder
+    if not (run.model.decoder_only and isinstance(decoder, Transformer) and has_plain_blocks(decoder)):
         raise UserError("circuits exist for language models (only a decoder) with plain attention and layers")
-    return decoder
+    return run.model, decoder
 
 
 # Neurons
