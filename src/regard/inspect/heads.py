@@ -30,6 +30,9 @@ EVEN_SHARE = 0.9  # share of the largest possible entropy that counts as even at
 TOKEN_SIDES = {"encoder": ("source", "source"), "decoder": ("target", "target"), "cross": ("target", "source")}
 
 
+MaskedIds = tuple[Tensor, Tensor]  # token ids (B, T), and which of them are not padding
+
+
 @dataclass(frozen=True)
 class HeadStatistics:
     """One head of one attention."""
@@ -91,10 +94,10 @@ def measure_heads(
             key = name, index
             location = name, *kind_and_layer(name), number, index
             importance = gradient[key], ablated.get(key)
-            means = sums[name].means(index)
             what, share = sums[name].describe(index)
             parts = sums[name].parts(index)
             measured = aligned.get(key), induced.get(key)
+            means = sums[name].means(index)
             heads.append(HeadStatistics(*location, *importance, *means, what, share, parts, *measured))
     aligning = best_alignment_heads(heads)
     inducing = induction_heads(heads)
@@ -117,11 +120,10 @@ def grids(heads: Sequence[HeadStatistics], value: Callable[[HeadStatistics], flo
     out: dict[str, np.ndarray] = {}
     for kind in dict.fromkeys(h.kind for h in heads):
         these = [h for h in heads if h.kind == kind]
-        grid = np.full((max(h.layer for h in these) + 1, max(h.head for h in these) + 1), math.nan)
+        out[kind] = np.full((max(h.layer for h in these) + 1, max(h.head for h in these) + 1), math.nan)
         for h in these:
-            number = value(h)
-            grid[h.layer, h.head] = math.nan if number is None else max(0.0, number)
-        out[kind] = grid
+            if (number := value(h)) is not None:
+                out[kind][h.layer, h.head] = max(0.0, number)
     return out
 
 
@@ -132,9 +134,8 @@ class AttentionSums:
         self.sums_3H = torch.zeros(3, heads, device=device)  # confidence, entropy and distance
         self.max_entropy = 0.0  # of even attention, in bits
         self.queries = 0
-        self.targets: dict[
-            str, tuple[Tensor, int]
-        ] = {}  # weight on a kind of key, and the number of queries that have such a key
+        # By kind of key: the weight on it, and the number of queries that have such a key.
+        self.targets: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, weights_BHTS: Tensor, queries: int, max_entropy: float, distance_H: Tensor) -> None:
         self.queries += queries
@@ -154,11 +155,8 @@ class AttentionSums:
 
     def describe(self, head: int) -> tuple[str, float]:
         """The main kind of key of a head, and its share of the weight."""
-        shares = {
-            what: float(weight_H[head] / count)
-            for what, (weight_H, count) in self.targets.items()
-            if count >= max(1, self.queries // 4)
-        }
+        common = {what: sums for what, sums in self.targets.items() if sums[1] >= max(1, self.queries // 4)}
+        shares = {what: float(weight_H[head] / count) for what, (weight_H, count) in common.items()}
         best = max(shares, key=lambda what: shares[what], default="")
         if best and shares[best] >= MAIN_SHARE:
             return best, shares[best]
@@ -193,20 +191,14 @@ def sum_attention(model: Model, batches: Sequence[Batch]) -> dict[str, Attention
         masked = {side: (x, torch.ones_like(x).bool() if keep is None else keep) for side, (x, keep) in sides.items()}
         for name, attention_sums in sums.items():
             kind, _ = kind_and_layer(name)
-            queries, keys = TOKEN_SIDES[kind]
-            _add_tokens(attention_sums, maps[f"{name}.weights"], kind, *masked[queries], *masked[keys])
+            queries, keys = (masked[side] for side in TOKEN_SIDES[kind])
+            _add_tokens(attention_sums, maps[f"{name}.weights"], kind, queries, keys)
     return sums
 
 
-def _add_tokens(
-    sums: AttentionSums,
-    weights_BHTS: Tensor,
-    kind: str,
-    query_BT: Tensor,
-    query_keep_BT: Tensor,
-    key_BS: Tensor,
-    key_keep_BS: Tensor,
-) -> None:
+def _add_tokens(sums: AttentionSums, weights_BHTS: Tensor, kind: str, queries: MaskedIds, keys: MaskedIds) -> None:
+    query_BT, query_keep_BT = queries
+    key_BS, key_keep_BS = keys
     t_T1 = torch.arange(query_BT.shape[1], device=query_BT.device).unsqueeze(1)
     s_S = torch.arange(key_BS.shape[1], device=query_BT.device)
     mask_BTS = query_keep_BT.unsqueeze(2) & key_keep_BS.unsqueeze(1)
@@ -216,35 +208,33 @@ def _add_tokens(
     counted_BT = keys_BT > 1  # a query with a single key has no choice
     mask_BTS = mask_BTS & counted_BT.unsqueeze(2)
     weights_BHTS = weights_BHTS.float() * mask_BTS.unsqueeze(1)
-    offset_BTS = (s_S - t_T1).unsqueeze(0).expand_as(mask_BTS)
-    distance_BTS = offset_BTS.float()
+    distance_BTS = (s_S - t_T1).float().unsqueeze(0)
     if kind == "cross":  # positions in two texts are compared relative to their lengths
         ratio_B11 = (key_keep_BS.sum(1) / query_keep_BT.sum(1)).view(-1, 1, 1)
         distance_BTS = s_S - t_T1 * ratio_B11
     distance_H = (weights_BHTS * distance_BTS.abs().unsqueeze(1)).sum((0, 2, 3))
     sums.add(weights_BHTS, int(counted_BT.sum()), float(keys_BT[counted_BT].float().log2().sum()), distance_H)
 
-    def add_target(what: str, target_BTS: Tensor) -> None:
-        target_BTS = target_BTS & mask_BTS
+    def add_target(what: str, target: Tensor) -> None:
+        target_BTS = target & mask_BTS
         weight_H = (weights_BHTS * target_BTS.unsqueeze(1)).sum((0, 2, 3))
         sums.add_target(what, weight_H, int(target_BTS.any(2).sum()))
 
     # All offsets at once: sums over the diagonals of the weights, and the number of queries with a key there.
-    queries, keys = mask_BTS.shape[1:]
-    diagonal_N = (s_S - t_T1 + queries - 1).flatten()
-    weight_HO = weights_BHTS.new_zeros(weights_BHTS.shape[1], queries + keys - 1)
+    last_query = len(t_T1) - 1
+    diagonal_N = (s_S - t_T1 + last_query).flatten()
+    weight_HO = weights_BHTS.new_zeros(weights_BHTS.shape[1], last_query + len(s_S))
     weight_HO.index_add_(1, diagonal_N, weights_BHTS.sum(0).flatten(1))
-    count_O = torch.zeros(queries + keys - 1, dtype=torch.int64, device=diagonal_N.device)
-    count_O.index_add_(0, diagonal_N, mask_BTS.sum(0).flatten())
+    count_O = diagonal_N.new_zeros(last_query + len(s_S)).index_add_(0, diagonal_N, mask_BTS.sum(0).flatten())
     for index, count in enumerate(count_O.tolist()):
         if count:
-            sums.add_target(offset_name(kind, index - queries + 1), weight_HO[:, index], count)
-    add_target("first token", (s_S == 0).expand_as(mask_BTS))
+            sums.add_target(offset_name(kind, index - last_query), weight_HO[:, index], count)
+    add_target("first token", s_S == 0)
     if kind != "decoder":
         last_B11 = (key_keep_BS.sum(1) - 1).view(-1, 1, 1)
-        add_target("last token", (s_S == last_B11).expand_as(mask_BTS))
+        add_target("last token", s_S == last_B11)
     if kind != "cross":
-        add_target("same token elsewhere", (query_BT.unsqueeze(2) == key_BS.unsqueeze(1)) & (offset_BTS != 0))
+        add_target("same token elsewhere", (query_BT.unsqueeze(2) == key_BS.unsqueeze(1)) & (s_S != t_T1))
 
 
 @torch.no_grad()
@@ -317,9 +307,8 @@ def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) 
     limit = config.top.max_positions or 2 * INDUCTION_TOKENS + 1
     length = max(1, min(INDUCTION_TOKENS, len(tokens), (limit - 1) // 2))
     draws = torch.Generator().manual_seed(seed)
-    once_NT = torch.stack(
-        [tokens[torch.randperm(len(tokens), generator=draws)[:length]] for _ in range(INDUCTION_ROWS)]
-    )
+    orders = (torch.randperm(len(tokens), generator=draws) for _ in range(INDUCTION_ROWS))
+    once_NT = torch.stack([tokens[order[:length]] for order in orders])
     start_N1 = torch.full((INDUCTION_ROWS, 1), config.start_id)
     with record(model, "*.weights") as maps:
         model.hidden(torch.cat((start_N1, once_NT, once_NT), dim=1).to(model.device), None)

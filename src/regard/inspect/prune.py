@@ -139,10 +139,8 @@ class PruneAmount:
         if self.threshold is not None:
             below = sum(value < self.threshold for value in importance.values())
             if not below:
-                least = next(iter(importance.values()))
-                raise UserError(
-                    f"--threshold {self.threshold:g}: every head is above it; the smallest importance is {least:.3g}"
-                )
+                least = f"the smallest importance is {min(importance.values()):.3g}"
+                raise UserError(f"--threshold {self.threshold:g}: every head is above it; {least}")
             return min(below, most)
         count = self.count if self.count is not None else round((self.fraction or 0) * len(importance))
         if count > most:
