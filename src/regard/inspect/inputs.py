@@ -80,25 +80,23 @@ def text_input(run: Run, example: Example, target: Sequence[int], limit: int) ->
 
 
 def _pair_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
-    codec = run.codec
-    source = codec.encode_source([example])[0]
+    source = run.codec.encode_source([example])[0]
     output = [*target] or [run.config.ids.eos]
     notes = [*_truncation_note("source", source, limit), *_truncation_note("output", output, limit)]
     labels = output[:limit]
     rows = {"source": source[:limit], "input": [run.config.start_id, *labels[:-1]], "output": labels}
-    texts = _source_text("source", example) | {"output": codec.decode_target(labels)}
-    return _token_input(run, rows, texts, labels, codec.target_pieces, notes)
+    texts = _source_text("source", example) | {"output": run.codec.decode_target(labels)}
+    return _token_input(run, rows, texts, labels, notes)
 
 
 def _lm_input(run: Run, example: Example, continuation: Sequence[int], limit: int) -> InspectionInput:
-    codec = run.codec
-    ids = [*codec.target.encode([example.source])[0], *continuation]
+    ids = [*run.codec.target.encode([example.source])[0], *continuation]
     labels = ids[:limit]
     rows = {"input": [run.config.start_id, *labels[:-1]], "output": labels}
     texts = {"text": example.source}
     if continuation:
-        texts["continuation"] = codec.decode_target(continuation)
-    return _token_input(run, rows, texts, labels, codec.target_pieces, _truncation_note("text", ids, limit))
+        texts["continuation"] = run.codec.decode_target(continuation)
+    return _token_input(run, rows, texts, labels, _truncation_note("text", ids, limit))
 
 
 def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
@@ -107,27 +105,22 @@ def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int
     notes = _truncation_note("text", ids, limit)
     texts = _source_text("text", example)
     if run.task.labels:
-        texts |= _label_text(example.target)
-        return _token_input(run, rows, texts, _label_ids(run, example.target), _class_names(run), notes)
+        return _token_input(run, rows, texts | _label_text(example.target), _label_ids(run, example.target), notes)
     if run.config.predicts_tokens and run.config.ids.mask is None:
         notes.append(Note("method", "This vocabulary has no mask token: each token was visible when it was predicted."))
     elif run.config.predicts_tokens:
         notes.append(Note("method", "Output and logit lens: each token was masked in turn, then predicted."))
-    return _token_input(run, rows, texts, rows["source"], run.codec.source_pieces, notes)
+    return _token_input(run, rows, texts, rows["source"], notes)
 
 
 def _token_input(
-    run: Run,
-    rows: dict[str, list[int]],
-    texts: dict[str, str],
-    labels: list[int] | None,
-    names: OutputNames,
-    notes: list[Note],
+    run: Run, rows: dict[str, list[int]], texts: dict[str, str], labels: list[int] | None, notes: list[Note]
 ) -> InspectionInput:
     """The input of a text model from the ids of its token rows."""
     if not all(rows.values()):
         raise UserError("nothing to inspect: the text has no tokens")
     pieces = {"source": run.codec.source_pieces, "input": run.codec.target_pieces, "output": run.codec.target_pieces}
+    names = _class_names(run) if run.task.labels else pieces["output" if "output" in rows else "source"]
     ids = {stack: rows[name] for stack, name in (("encoder", "source"), ("decoder", "input")) if name in rows}
     first, *others = (torch.tensor([row], device=run.model.device) for row in ids.values())
     tokens = {name: tuple(pieces[name](row)) for name, row in rows.items()}

@@ -217,10 +217,7 @@ def write_live_page(
 def with_weights(run: Run, stored: dict[str, torch.Tensor]) -> Run:
     """The run with these weights, on the CPU."""
     model = Model(run.config).eval()
-    with torch.no_grad():
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name, x in stored.items():
-            parameters[name].copy_(x)
+    model.load_state_dict(stored, strict=False)  # a shared tensor is stored under one of its names
     return replace(run, model=model)
 
 

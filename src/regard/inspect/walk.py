@@ -293,44 +293,14 @@ def _attention_cards(
     cross = kind_and_layer(name)[0] == "cross"
     prefix = "Cross-attention: " if cross else ""
     q_HTE, scores = _attention_inside(name, attention, calls)
-    z_HTE = calls.input(attention.out).unflatten(-1, (attention.heads, -1)).transpose(0, 1)
-    text = "The output of this head: the values, weighted by attention and summed."
-    z = vectors_of({"z": z_HTE})
-    weighted_sum = Card(prefix + "weighted sum", "z_t = Σ_s a_{ts} v_s", text, f"1 × {stack.value}", z, scores, "sum")
-    numbers = [f"z^{{{number + 1}}}_t" for number in attention.head_numbers]
-    side_by_side = " ; ".join(numbers if attention.heads < 4 else [numbers[0], "…", numbers[-1]])
-    formula = f"o_t = [{side_by_side}] W_O{bias_term('b_O', attention.out)}"
-    text = "The vectors z of all heads, concatenated and mixed by one matrix."
-    joined = attention.heads * stack.value
-    shape = f"1 × {joined}  ·  {joined} × {stack.width}  =  1 × {stack.width}"
-    vectors = (*z, Vector.of("o", calls.output(attention)))
-    return [
-        _projection_card(prefix, attention, residual, stack, calls, q_HTE, scores),
-        _score_card(prefix, attention, stack, scores),
-        weighted_sum,
-        Card(prefix + "heads side by side", formula, text, shape, vectors, scores, "heads"),
-        _residual_card(residual, attention, calls, stack, "cross-attention" if cross else "attention"),
-    ]
-
-
-def _projection_card(
-    prefix: str,
-    attention: Attention,
-    residual: Residual,
-    stack: Stack,
-    calls: ForwardCalls,
-    q_HTE: Tensor,
-    scores: AttentionScores,
-) -> Card:
-    """Query, key and value of an attention."""
     x = "x̂" if residual.pre else "x"
-    other = "e_s" if prefix else f"{x}_s"
+    other = "e_s" if cross else f"{x}_s"
     formula = f"x̂_t = {norm_formula(residual.norm, 'x_t')}    " if residual.pre else ""
     formula += f"q_t = {x}_t W_Q{bias_term('b_Q', attention.query)}"
     formula += f"    k_s = {other} W_K{bias_term('b_K', attention.key_value)}"
     formula += f"    v_s = {other} W_V{bias_term('b_V', attention.key_value)}"
     text = "All three come from the same tokens, hence self-attention."
-    if prefix:
+    if cross:
         text = "The queries come from the decoder, keys and values from the encoder's output."
     if residual.pre:
         text += " x̂ is x after the normalisation."
@@ -343,7 +313,20 @@ def _projection_card(
         f" W_V: {width_in} × {stack.value}; {plural(attention.heads, 'head')}, one matrix"
     )
     vectors = vectors_of({x: calls.input(attention), "q": q_HTE})
-    return Card(prefix + "query, key, value", formula, text, shape, vectors, scores, "qkv")
+    projections = Card(prefix + "query, key, value", formula, text, shape, vectors, scores, "qkv")
+    text = "The output of this head: the values, weighted by attention and summed."
+    z = vectors_of({"z": calls.input(attention.out).unflatten(-1, (attention.heads, -1)).transpose(0, 1)})
+    weighted_sum = Card(prefix + "weighted sum", "z_t = Σ_s a_{ts} v_s", text, f"1 × {stack.value}", z, scores, "sum")
+    numbers = [f"z^{{{number + 1}}}_t" for number in attention.head_numbers]
+    side_by_side = " ; ".join(numbers if attention.heads < 4 else [numbers[0], "…", numbers[-1]])
+    formula = f"o_t = [{side_by_side}] W_O{bias_term('b_O', attention.out)}"
+    text = "The vectors z of all heads, concatenated and mixed by one matrix."
+    width = attention.heads * stack.value
+    shape = f"1 × {width}  ·  {width} × {stack.width}  =  1 × {stack.width}"
+    vectors = (*z, Vector.of("o", calls.output(attention)))
+    joined = Card(prefix + "heads side by side", formula, text, shape, vectors, scores, "heads")
+    added = _residual_card(residual, attention, calls, stack, "cross-attention" if cross else "attention")
+    return [projections, _score_card(prefix, attention, stack, scores), weighted_sum, joined, added]
 
 
 def _score_card(prefix: str, attention: Attention, stack: Stack, scores: AttentionScores) -> Card:
