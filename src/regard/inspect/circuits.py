@@ -1,8 +1,7 @@
 """Circuits of language models: logit attribution, QK and OV circuits, neurons; attention rollout.
 
-The LM head is linear, and so is a normalisation with a fixed scale. A logit is therefore the sum of the contributions
-to the residual stream: embedding, heads, feed-forward layers and biases. Feed-forward layers are treated as key-value
-memories (Geva et al. 2021): the inputs that activate a neuron, and the tokens that it promotes.
+The LM head is linear, and so is a normalisation with a fixed scale: a logit is the sum of the contributions to the
+residual stream. Feed-forward layers are treated as key-value memories (Geva et al. 2021).
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ MAX_PAIRS = 25_000_000  # entries of a token-by-token matrix computed at once
 CONTEXT = 12  # tokens shown before a trigger
 PROMOTED = 5  # promoted tokens shown per neuron
 A_RUN = "circuits: takes a run, such as regard.load('runs/lm')"
-
-
-# Direct logit attribution
 
 
 @dataclass(frozen=True)
@@ -136,9 +132,6 @@ def _normalise_parts(x_PD: Tensor, norm: nn.Module) -> Tensor:
     if isinstance(norm, nn.LayerNorm) and norm.bias is not None:
         x_PD[1] += norm.bias
     return x_PD
-
-
-# QK and OV circuits
 
 
 class TokenPair(NamedTuple):
@@ -247,9 +240,6 @@ def _plain_decoder(run: Run) -> tuple[Model, Transformer]:
     return run.model, decoder
 
 
-# Neurons
-
-
 class Trigger(NamedTuple):
     """A position in a text where a neuron is active."""
 
@@ -323,14 +313,10 @@ def _promoted(model: Model, decoder: Transformer, layer: int, neurons: list[int]
     return down_ND @ model.output.weight.T
 
 
-# Attention rollout
-
-
 def rollout(trace: Trace, kind: str | None = None) -> list[np.ndarray]:
     """The share of every input in every position after each layer, (T, T): the products of (A + I) / 2.
 
-    A is the mean over heads; the identity stands for the residual connection. Rows sum to one. `kind` is encoder or
-    decoder; by default that of the first map.
+    A is the mean over heads; the identity stands for the residual connection. `kind` is encoder or decoder.
     """
     require_type(trace, Trace, "rollout: takes a trace, such as run.attention('abc')")
     maps = [m for m in trace.maps if m.kind == (kind or trace.maps[0].kind)]

@@ -130,10 +130,7 @@ def _masked_copies(
 
 
 def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int]) -> Tensor:
-    """Gradient x input (T, S) of the log-probability of each label with respect to the first input of the model.
-
-    `arguments` are those of the model for a batch of one.
-    """
+    """Gradient x input (T, S) of the log-probability of each label, for the first input of a batch of one."""
     with _embedded(model) as embedded, torch.enable_grad():
         label_logps = list(model(*arguments)[0].float().log_softmax(-1)[range(len(labels)), labels])
     first_1SD = embedded[0]  # a shared table embeds the source first
@@ -175,10 +172,7 @@ def _embedded(model: Model) -> Iterator[list[Tensor]]:
 def head_importance(
     model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int], score: float
 ) -> dict[str, list[float]]:
-    """The log-probability lost from `score` when a head is silenced, by attention and head.
-
-    `arguments` are those of the model for a batch of one. Each copy of the input in a batch has one silenced head.
-    """
+    """The log-probability lost from `score`, of a batch of one, when a head is silenced: by attention and head."""
     attentions = model.attentions()
     keys = [(name, head) for name, attention in attentions.items() for head in range(attention.heads)]
     logits = len(labels) * (model.config.classes or model.config.output_vocab)

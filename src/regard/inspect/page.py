@@ -1,8 +1,7 @@
 """The attention page: one HTML file that needs no network, no server and no other file.
 
-Text from outside (tokens, names) is stored as JSON in a data block with escaped special characters; it becomes text
-nodes of the document, never markup. The content security policy allows the page's own script and style, by their
-hashes, and nothing else.
+Text from outside (tokens, names) is escaped JSON in a data block; it becomes text nodes, never markup. The content
+security policy allows only the page's own script and style, by their hashes.
 """
 
 from __future__ import annotations
@@ -85,10 +84,9 @@ def read_asset(name: str) -> str:
 
 
 def bundle(entry: str, read: Callable[[str], str] = read_asset) -> str:
-    """One script from a JavaScript module and its imports, dependencies first.
+    """One function with the statements of a JavaScript module and its imports, dependencies first.
 
-    Modules may only use named imports and exports, and no two may declare the same name: their statements are joined
-    in one function, without `import` and `export`.
+    Modules may only use named imports and exports, and no two may declare the same name.
     """
     parts: dict[str, str] = {}
     exported: dict[str, set[str]] = {}
@@ -131,10 +129,7 @@ def page_hashes() -> dict[str, str]:
 
 
 def render_page(data: dict[str, Any], model: dict[str, Any] | None = None) -> str:
-    """The HTML file of a trace (`Trace.page_data`) or, with a model, of a live page.
-
-    A live page computes in the browser; its content security policy allows it to compile WebAssembly.
-    """
+    """The HTML file of a trace (`Trace.page_data`) or, with a model, of a live page, which may compile WebAssembly."""
     style = read_asset("page/page.css")
     script = _script("page/start.js" if model is None else "page/live.js")
     compiles = "" if model is None else " 'wasm-unsafe-eval'"

@@ -32,8 +32,6 @@ HeadGroups = Mapping[str, Sequence[int]]  # indices of heads by the name of thei
 Criterion = Literal["gradient", "ablation", "gates"]  # gates are learned in training, not measured
 NO_HEADS: HeadGroups = MappingProxyType({})
 
-# Importance
-
 
 def gradient_importance(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> dict[HeadKey, float]:
     """The expected |dL/dg| per token of a gate g = 1 on each head, with separate gates for every example.
@@ -102,9 +100,6 @@ def sort_heads(values: Mapping[HeadKey, float]) -> dict[HeadKey, float]:
 def _heads_left(model: Model, removed: HeadGroups) -> list[HeadKey]:
     heads = [(name, head) for name, attention in model.attentions().items() for head in range(attention.heads)]
     return [(name, head) for name, head in heads if head not in removed.get(name, ())]
-
-
-# Which heads are removed
 
 
 @dataclass(frozen=True)
@@ -186,9 +181,6 @@ def group_heads(heads: Sequence[HeadKey]) -> dict[str, list[int]]:
     return {name: sorted(indices) for name, indices in groups.items()}
 
 
-# The pruned model
-
-
 def prune_heads(model: Model, removed: HeadGroups) -> Model:
     """A smaller model without some heads; its outputs equal those of the model with these heads ablated."""
     require_prunable(model)
@@ -248,8 +240,6 @@ def _pruned_parameters(attention: Attention, heads: list[int]) -> Iterator[tuple
             x = x[groups if leaf == "key_weight" else heads]
         yield name, x
 
-
-# Runs trained with head gates (train.l0)
 
 FILES = ("config.json", WEIGHTS)  # of a run, changed by pruning
 

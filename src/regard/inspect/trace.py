@@ -15,7 +15,7 @@ import torch
 
 from regard.decode.alignment import MAX_HEADS, NEARLY_BEST, alignment_quality, best_heads, load_heads
 from regard.decode.engine import TorchEngine
-from regard.decode.request import Options, Request
+from regard.decode.request import HeadIndex, Options, Request
 from regard.errors import UserError, plural
 from regard.inspect import heads as head_statistics
 from regard.inspect import logit_lens, page, walk
@@ -180,27 +180,20 @@ class Trace:
 
 
 def trace(
-    run: Run,
-    example: Example,
-    target: Sequence[int] | None = None,
-    *,
-    heads: Sequence[tuple[int, int]] = (),
-    most: int = MAX_TOKENS,
+    run: Run, example: Example, target: Sequence[int] = (), *, heads: Sequence[HeadIndex] = (), most: int = MAX_TOKENS
 ) -> Trace:
     """Trace a text through a run's model.
 
-    `target` holds the ids of the output, or of the continuation for a language model; encoder models have none. For a
-    classifier, the example's target is the class to compare with. `heads` (layer, index in the layer) are averaged for
-    the alignment; by default the best alignment heads are chosen.
+    `target` holds the ids of the output or of the continuation. The target of the example is the class to compare with.
+    `heads` (layer, index in the layer) are averaged for the alignment, by default the best ones.
     """
-    return _trace_input(run, text_input(run, example, target or (), most), heads)
+    return _trace_input(run, text_input(run, example, target, most), heads)
 
 
 def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, features: str | None = None) -> Trace:
     """Trace a text through a model with one stack.
 
-    A language model takes `answer` as the continuation or generates `more` tokens greedily. For a classifier, `answer`
-    is the class to compare with.
+    `answer` is the continuation or the class to compare with; a language model can generate `more` tokens greedily.
     """
     if run.task.name == "lm":
         if answer is not None and more:
@@ -251,7 +244,7 @@ def trace_image(run: Run, image_CHW: np.ndarray, label: str | None = None, name:
 
 
 @torch.no_grad()
-def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, int]] = ()) -> Trace:
+def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[HeadIndex] = ()) -> Trace:
     model = run.model
     was_training = model.training
     model.eval()
@@ -343,7 +336,7 @@ def _importance(
     return logit_lens.head_importance(model, inputs.arguments, labels, score), []
 
 
-def _alignments(maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
+def _alignments(maps: Sequence[AttentionMap], heads: Sequence[HeadIndex]) -> dict[str, np.ndarray]:
     """Maps from the output to the source: the mean of the chosen or best heads first, then the mean of each layer."""
     cross = {m.layer: m for m in maps if m.kind == "cross"}
     out: dict[str, np.ndarray] = {}
