@@ -269,6 +269,11 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
     require_type(text, str, "top_neurons: takes a text")
     if layer not in range(len(decoder.blocks)):
         raise UserError(f"no layer {layer}; this model has {len(decoder.blocks)}, the first being 0")
+    block = decoder.blocks[layer]
+    assert isinstance(block, Block) and model.output is not None
+    down_DF = block.feed_forward.down.weight
+    if len(down_DF) != model.output.in_features:
+        raise UserError("the layers of this model carry two streams; its neurons do not feed the output directly")
     hook = f"decoder.blocks.{layer}.feed_forward.neurons"
     values = []
     rows: list[list[int]] = []
@@ -284,8 +289,13 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
     surprise_F = (top_KF.values[0] - value_NF.mean(0)) / value_NF.std(0).clamp(min=1e-6)
     surprise_F = surprise_F.masked_fill(top_KF.values[0] <= 0, -1.0)
     indices = surprise_F.topk(min(count, len(surprise_F))).indices.tolist()
+    down_ND = down_DF.T[indices]
+    if isinstance(decoder.norm, nn.LayerNorm):
+        down_ND = down_ND - down_ND.mean(-1, keepdim=True)
+    if isinstance(decoder.norm, nn.LayerNorm | nn.RMSNorm):
+        down_ND = down_ND * decoder.norm.weight
     neurons = []
-    for promoted_V, index in zip(_promoted(model, decoder, layer, indices), indices, strict=True):
+    for promoted_V, index in zip(down_ND @ model.output.weight.T, indices, strict=True):
         strongest = []
         for value, n in zip(*(x_KF[:, index].tolist() for x_KF in top_KF), strict=True):
             if value > 0:
@@ -297,20 +307,6 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
         names = run.codec.target_pieces(top.indices.tolist())
         neurons.append(Neuron(layer, index, tuple(strongest), tuple(zip(names, top.values.tolist(), strict=True))))
     return neurons
-
-
-def _promoted(model: Model, decoder: Transformer, layer: int, neurons: list[int]) -> Tensor:
-    """The logits added per unit of each neuron, up to the scale of the last normalisation: (neurons, V)."""
-    block = decoder.blocks[layer]
-    assert isinstance(block, Block) and model.output is not None
-    down_ND = block.feed_forward.down.weight.T[neurons]
-    if down_ND.shape[1] != model.output.in_features:
-        raise UserError("the layers of this model carry two streams; its neurons do not feed the output directly")
-    if isinstance(decoder.norm, nn.LayerNorm):
-        down_ND = down_ND - down_ND.mean(-1, keepdim=True)
-    if isinstance(decoder.norm, nn.LayerNorm | nn.RMSNorm):
-        down_ND = down_ND * decoder.norm.weight
-    return down_ND @ model.output.weight.T
 
 
 def rollout(trace: Trace, kind: str | None = None) -> list[np.ndarray]:

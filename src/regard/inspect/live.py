@@ -9,10 +9,10 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -37,8 +37,6 @@ TOLERANCE = 1e-3  # largest difference of scores between script and torch
 MAX_PARAMETERS = 200_000_000  # browsers cannot open larger files
 SCRIPT_MEMORY = 4 << 30  # bytes available to the proof
 PROVEN_LENGTH = 40  # tokens of the compared outputs
-
-# The block of the page that holds the model
 
 
 class WeightPacker:
@@ -147,9 +145,6 @@ def require_supported(run: Run) -> None:
         raise UserError(f"{run.path}: {run.model.size:,} parameters are too many for a page (at most 200 million)")
 
 
-# The page
-
-
 def first_trace(run: Run, example: Example | None) -> Trace:
     """The trace that the page shows first; its titles, labels and formulas are kept for other traces."""
     if run.task.reads == "images":
@@ -221,9 +216,6 @@ def with_weights(run: Run, stored: dict[str, torch.Tensor]) -> Run:
     return replace(run, model=model)
 
 
-# The proof
-
-
 def require_script_engine() -> Any:
     """The class of the JavaScript engine (V8, from mini-racer), or an error that names the extra."""
     try:
@@ -233,7 +225,7 @@ def require_script_engine() -> Any:
     return MiniRacer
 
 
-class PageEngine:
+class PageEngine(AbstractContextManager["PageEngine"]):
     """The page's script with a model, in a JavaScript engine."""
 
     def __init__(self, block: dict[str, Any], template: dict[str, Any], simd: bool = True) -> None:
@@ -247,10 +239,7 @@ class PageEngine:
         """Call a method of the script's engine."""
         return json.loads(self._context.eval("askModel")(method, json.dumps(arguments)))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._context.close()
 
 

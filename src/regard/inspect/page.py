@@ -83,6 +83,7 @@ def read_asset(name: str) -> str:
     return files("regard").joinpath("web", name).read_text("utf-8")
 
 
+@cache
 def bundle(entry: str, read: Callable[[str], str] = read_asset) -> str:
     """One function with the statements of a JavaScript module and its imports, dependencies first.
 
@@ -118,20 +119,15 @@ def bundle(entry: str, read: Callable[[str], str] = read_asset) -> str:
     return '(() => {\n"use strict";\n' + "".join(parts.values()) + "})();\n"
 
 
-@cache
-def _script(entry: str) -> str:
-    return bundle(entry)
-
-
 def page_hashes() -> dict[str, str]:
     """The hashes of the page's style and script, for the content security policy of a page that frames it."""
-    return {"style": _digest(read_asset("page/page.css")), "script": _digest(_script("page/start.js"))}
+    return {"style": _digest(read_asset("page/page.css")), "script": _digest(bundle("page/start.js"))}
 
 
 def render_page(data: dict[str, Any], model: dict[str, Any] | None = None) -> str:
     """The HTML file of a trace (`Trace.page_data`) or, with a model, of a live page, which may compile WebAssembly."""
     style = read_asset("page/page.css")
-    script = _script("page/start.js" if model is None else "page/live.js")
+    script = bundle("page/start.js" if model is None else "page/live.js")
     compiles = "" if model is None else " 'wasm-unsafe-eval'"
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'{compiles};"
@@ -154,11 +150,11 @@ def escaped_json(value: dict[str, Any]) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def render_frame(page: str, height: int = 760) -> str:
+def render_frame(page: str) -> str:
     """A page in a sandboxed frame, for a notebook cell."""
     return (
         f'<iframe srcdoc="{html.escape(page, quote=True)}" sandbox="allow-scripts" title="attention" width="100%"'
-        f' height="{height}" style="border:0;border-radius:8px"></iframe>'
+        ' height="760" style="border:0;border-radius:8px"></iframe>'
     )
 
 

@@ -216,12 +216,11 @@ def trace_pair(run: Run, example: Example, target: str | None = None, beam: int 
         raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
     ids = list(best.ids)
     limit = best.flags.get("max_length")
-    if limit is None:
-        return trace(run, example, ids, heads=load_heads(run.path))
-    if ids[-1] == run.config.ids.eos:  # it was forced by the length limit
+    if limit is not None and ids[-1] == run.config.ids.eos:  # it was forced by the length limit
         ids.pop()
     traced = trace(run, example, ids, heads=load_heads(run.path))
-    return replace(traced, notes=(*traced.notes, Note("limit", f"The output {limit}, before its end token.")))
+    note = Note("limit", f"The output {limit}, before its end token.")
+    return traced if limit is None else replace(traced, notes=(*traced.notes, note))
 
 
 @torch.no_grad()
