@@ -79,12 +79,7 @@ class CTranslate2Engine(Engine):
 
     @classmethod
     def open(
-        cls,
-        runs: Sequence[Run],
-        options: Options,
-        scores: Scores,
-        workers: int | None = None,
-        threads: int | None = None,
+        cls, runs: Sequence[Run], options: Options, scores: Scores, workers: int | None, threads: int | None
     ) -> CTranslate2Engine:
         """An engine with a worker per core by default."""
         workers = workers or (1 if threads or options.sample else cores())

@@ -124,11 +124,7 @@ def force(
 
 @torch.inference_mode()
 def force_top(
-    scorer: Scorer,
-    sources: Sequence[Sequence[TokenIds]],
-    targets: Sequence[TokenIds],
-    count: int,
-    batch_tokens: int = 8192,
+    scorer: Scorer, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], count: int, batch_tokens: int
 ) -> list[list[list[tuple[int, float]]]]:
     """The `count` most probable tokens, with log-probabilities, at the position of each token of every target."""
     results: list[list[list[tuple[int, float]]]] = [[] for _ in targets]

@@ -84,10 +84,9 @@ class Child:
 
     def answer(self) -> Message:
         """Wait for the answer to a request that was sent; its errors are raised."""
-        try:
+        answer = None
+        with suppress(OSError):
             answer = self.channel.receive()
-        except OSError:
-            answer = None
         if answer is None:
             raise ChildDied(self.failure(1.0))
         if "mistake" in answer.header:
@@ -307,10 +306,8 @@ def answer_requests(channel: Channel, answer: Callable[[Message], Message]) -> N
             reply = Message({"mistake": str(error)})
         except Exception:
             reply = Message({"fault": traceback.format_exc()})
-        try:
+        with suppress(OSError):  # the parent has ended, which `receive` reports
             channel.send(reply.header, reply.parts)
-        except OSError:  # the parent is gone
-            return
 
 
 # Templates
