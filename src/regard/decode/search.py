@@ -161,27 +161,6 @@ class FinishedHypotheses:
         self.end_BGF2[alive_A] = end_AGX2.gather(2, index_AGX[..., :count, None].expand(-1, -1, -1, 2))
 
 
-class BackPointers:
-    """The parents and tokens of every step, from which the hypotheses are read at the end."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[np.ndarray]] = []  # parent, token and score of each row
-        self.ends: list[np.ndarray] = []  # score of the end token in each row
-
-    def read(self, at: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and scores of the hypotheses that end at steps `at` in `rows`, left-aligned, without their ends."""
-        tokens = np.zeros((len(at), at.max(initial=0)), dtype=np.int64)
-        scores = np.zeros(tokens.shape)
-        rows = rows.copy()
-        for t in range(tokens.shape[1] - 1, -1, -1):
-            longer = at > t
-            parents, step_tokens, step_scores = self.steps[t]
-            tokens[longer, t] = step_tokens[rows[longer]]
-            scores[longer, t] = step_scores[rows[longer]]
-            rows[longer] = parents[rows[longer]]
-        return tokens, scores
-
-
 class BeamSearch:
     """A beam search over a batch. Each group is `extra` wider than its share of the beam."""
 
@@ -213,7 +192,8 @@ class BeamSearch:
         self.sum_AGW = torch.zeros((len(inputs), groups, 1), device=device)
         self.ended_BG = torch.zeros((len(inputs), groups), dtype=torch.long, device=device)
         self.finished = FinishedHypotheses(len(inputs), groups, self.keep if groups == 1 else self.width, device)
-        self.pointers = BackPointers()
+        self.steps: list[list[np.ndarray]] = []  # parent, token and score of each row
+        self.end_scores: list[np.ndarray] = []  # scores of the end token in each row, of every step
         tokens, states = scorer.start(inputs)
         self.tokens: Tensor | list[Tensor] = tokens
         self.states = tuple(state.with_prefix_tree(len(inputs), device) for state in states)
@@ -228,7 +208,7 @@ class BeamSearch:
         eos = self.scorer.eos
         for t in range(max(item.limit for item in self.inputs) + 1):
             logp_NV, self.states = self.scorer.step(self.tokens, self.states)
-            self.pointers.ends.append(logp_NV[:, eos].numpy(force=True).copy())
+            self.end_scores.append(logp_NV[:, eos].numpy(force=True).copy())
             if self.coverage is not None:
                 self.coverage.add()
             value_AGWV = steer(logp_NV, self.rules, t, self.alive_A).view(*self.sum_AGW.shape, -1)
@@ -305,7 +285,7 @@ class BeamSearch:
                 rows_N, tokens_N = rows_N[stay_N], tokens_N[stay_N]
                 self.alive_A = alive_A[sentences]
                 sum_AGW = sum_AGW[sentences]
-        self.pointers.steps.append([x.numpy(force=True) for x in (rows_N, tokens_N, logp_NV[rows_N, tokens_N])])
+        self.steps.append([x.numpy(force=True) for x in (rows_N, tokens_N, logp_NV[rows_N, tokens_N])])
         self.states = select(self.states, rows_N, sentences)
         if self.coverage is not None:
             self.coverage.select(rows_N)
@@ -322,14 +302,22 @@ class BeamSearch:
         end_BF2 = self.finished.end_BGF2.flatten(1, 2).numpy(force=True)
         sentence, rank = np.nonzero(value_BF > -math.inf)
         at, rows = end_BF2[sentence, order_BF.numpy(force=True)[sentence, rank]].T
-        tokens, scores = self.pointers.read(at, rows)
+        tokens = np.zeros((len(at), at.max(initial=0)), dtype=np.int64)  # left-aligned, without the end tokens
+        scores = np.zeros(tokens.shape)
+        row_at = rows.copy()
+        for t in range(tokens.shape[1] - 1, -1, -1):
+            longer = at > t
+            parents, step_tokens, step_scores = self.steps[t]
+            tokens[longer, t] = step_tokens[row_at[longer]]
+            scores[longer, t] = step_scores[row_at[longer]]
+            row_at[longer] = parents[row_at[longer]]
         results: list[dict[tuple[int, ...], DecodedIds]] = [{} for _ in self.inputs]
         ended = zip(sentence.tolist(), rank.tolist(), at.tolist(), rows.tolist(), strict=True)
         for i, (b, r, t, row) in enumerate(ended):
             limited = t == self.inputs[b].limit
             ids, token_scores = tuple(tokens[i, :t].tolist()), tuple(scores[i, :t].tolist())
             if not (limited and self.inputs[b].open_end):
-                ids, token_scores = (*ids, self.scorer.eos), (*token_scores, float(self.pointers.ends[t][row]))
+                ids, token_scores = (*ids, self.scorer.eos), (*token_scores, float(self.end_scores[t][row]))
             results[b].setdefault(ids, DecodedIds(ids, token_scores, float(value_BF[b, r]), limited))
         return [list(outputs.values()) for outputs in results]
 
