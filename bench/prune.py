@@ -20,7 +20,7 @@ from regard.inspect.inputs import read_task_data
 from regard.inspect.prune import PruneAmount
 from regard.run import Run
 from regard.text.codec import Example
-from regard.training.pruning import prune, split_data
+from regard.training.pruning import Tuning, prune, split_data
 
 
 def read(run: Run, path: str) -> list[Example]:
@@ -49,7 +49,9 @@ def main() -> None:
         dev = read(run, settings.dev)
         metric = default_metrics(run, [example.target or "" for example in dev])[0]
         amount = PruneAmount.parse(settings.heads, None)
-        smaller, report = prune(run, learn, chosen_on, amount, greedy=True, by=settings.by, tune_steps=settings.tune)
+        smaller, report = prune(
+            run, learn, chosen_on, amount, greedy=True, by=settings.by, tuning=Tuning(settings.tune)
+        )
         before, after = (
             evaluate(each, dev, Options(), [metric], samples=0).metrics[metric].score for each in (run, smaller)
         )

@@ -78,18 +78,14 @@ class Data(Value):
     @field_validator(*FILES, mode="before")
     @classmethod
     def _files(cls, files: Any) -> Any:
-        return (files,) if isinstance(files, str) else files
+        names = (files,) if isinstance(files, str) else files
+        if isinstance(names, list | tuple) and "" in names:
+            raise ValueError("a list of files cannot hold an empty name")
+        return None if names in ((), []) else names
 
     @field_serializer(*FILES, when_used="unless-none")
     def _one_or_more(self, files: tuple[str, ...]) -> str | list[str]:
         return files[0] if len(files) == 1 else list(files)
-
-    @field_validator(*FILES)
-    @classmethod
-    def _named(cls, files: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if files is not None and not all(files):
-            raise ValueError("a list of files cannot hold an empty name")
-        return files or None
 
     @field_validator("columns")
     @classmethod

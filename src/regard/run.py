@@ -94,10 +94,7 @@ class Run:
         return self.labels or tuple(map(str, range(self.config.classes or 0)))
 
     def never_produced(self, unknown: bool = False) -> list[int]:
-        """Ids that are excluded from outputs: special tokens except the end, and ids without a token.
-
-        With `unknown`, the unknown token is allowed.
-        """
+        """Ids excluded from outputs: special tokens except the end and, on request, `unknown`; ids without a token."""
         ids, vocab = self.config.ids, self.config.target_vocab
         never = {ids.pad, ids.sos, ids.mask, *([] if unknown else [ids.unk]), *self.generation.suppressed}
         never |= set(range(self.codec.target.size, vocab))
@@ -134,10 +131,7 @@ class Run:
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu", verify: bool = False) -> Self:
-        """Open a run directory. Only its own files are read, and they must be unchanged.
-
-        With `verify`, the SHA-256 of large weights is checked as well as their size.
-        """
+        """Open a run with unchanged files; `verify` also checks the SHA-256 of large weights, not only their size."""
         path = Path(path)
         try:
             run = cls._read(path, device)
@@ -321,10 +315,7 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -> None:
-    """Load the weights of a model from a file; missing, extra and misshapen names are reported together.
-
-    A model on the meta device is allocated on `device` after the file was found to fit: config.json is not trusted.
-    """
+    """Load weights; missing, extra and misshapen names are reported together, before a meta model is allocated."""
     with _open(path) as file:
         names = file.keys()
         stored = {name: list(file.get_slice(name).get_shape()) for name in names}
@@ -371,10 +362,7 @@ def require_numbers(run: Run) -> None:
 
 
 def average(paths: Sequence[str | Path], out: str | Path) -> Run:
-    """Save the mean of the weights of several runs with the same model and vocabulary.
-
-    The new directory is created atomically. Its alignment heads are those of the first run.
-    """
+    """Save the mean of several runs with the same model and vocabulary, with the alignment heads of the first."""
     if not paths:
         raise UserError("average needs at least one run")
     if Path(out).exists():

@@ -32,7 +32,7 @@ from regard.model import Model
 from regard.nn.hooks import patch, without
 from regard.run import Run
 from regard.text.codec import Example
-from regard.training.pruning import fair_rates, prune, quality_curve, save_pruned, split_data, tune
+from regard.training.pruning import Tuning, fair_rates, prune, quality_curve, save_pruned, split_data, tune
 
 SOURCE = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0]])
 KEEP = SOURCE != 0
@@ -218,7 +218,7 @@ def test_every_family_is_pruned_tuned_saved_and_reloaded(kind: str, tmp_path: Pa
         "classes": [Example("abc"[: 1 + i % 3] + "d" * i, ("one", "two")[i % 2]) for i in range(12)],
     }.get(kind, "abcab dcba " * 60)
     learn, held_out = split_data(data, every=4)
-    smaller, report = prune(run, learn, held_out, PruneAmount(count=3), tune_steps=2, judge_on=8)
+    smaller, report = prune(run, learn, held_out, PruneAmount(count=3), tuning=Tuning(2), judge_on=8)
     assert report.before.heads == 8 and report.after.heads == 5 and report.after.parameters < report.before.parameters
     assert report.curve[0][1] == pytest.approx(report.before.loss, abs=1e-4)
     assert list(report.before.metrics) == (["accuracy"] if kind in ("image", "classes") else ["perplexity"])
@@ -245,7 +245,7 @@ def test_pruning_a_run(tmp_path: Path) -> None:
     save_heads(run.path, [(0, 0), (0, 1), (0, 2), (0, 3)])
     messages: list[str] = []
     smaller, report = prune(
-        run, EXAMPLES, EXAMPLES[:4], PruneAmount(fraction=0.4), greedy=True, tune_steps=3, notify=messages.append
+        run, EXAMPLES, EXAMPLES[:4], PruneAmount(fraction=0.4), greedy=True, tuning=Tuning(3), notify=messages.append
     )
     assert report.before.heads == 24 and report.after.heads == report.pruned.heads == 14
     assert report.after.parameters < report.before.parameters
@@ -290,10 +290,10 @@ def test_one_shot_without_tuning_reports_the_same_state_twice() -> None:
 def test_pruning_by_learned_gates() -> None:
     run = letters()
     weights = {name: p.clone() for name, p in run.model.named_parameters()}
-    smaller, report = prune(run, EXAMPLES, EXAMPLES[:2], PruneAmount(count=6), by="gates", tune_steps=4)
+    smaller, report = prune(run, EXAMPLES, EXAMPLES[:2], PruneAmount(count=6), by="gates", tuning=Tuning(4))
     assert report.after.heads == count_heads(smaller.model) == 18 and report.tuned_steps == 4
     assert all(torch.equal(weights[name], p) for name, p in run.model.named_parameters()), "a copy has learned"
-    for wrong in ({"tune_steps": 0}, {"tune_steps": 4, "greedy": True}):
+    for wrong in ({"tuning": Tuning(0)}, {"tuning": Tuning(4), "greedy": True}):
         with pytest.raises(UserError, match="--by gates"):
             prune(run, EXAMPLES, EXAMPLES[:2], PruneAmount(count=6), by="gates", **wrong)  # type: ignore[arg-type]
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from regard.errors import UserError
 from regard.run import save_weights
-from regard.training.checkpoint import Best, Checkpoints, Progress, Window, better, read_tensors
+from regard.training.checkpoint import Best, Checkpoints, Progress, Window, read_tensors
+from regard.training.trainer import better
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7, dtype=torch.int64)}
 
@@ -162,7 +163,7 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_still_loads(tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "step-00000002: cannot write: File too large" in done.stderr
-    assert "untouched" in done.stderr
+    assert "unchanged" in done.stderr
     assert sorted(p.name for p in (tmp_path / "training").iterdir()) == ["step-00000001"]
     assert len(Checkpoints(tmp_path).tensors(1, "model")["a"]) == 100
 

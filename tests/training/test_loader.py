@@ -42,7 +42,7 @@ def test_an_epoch_has_every_example_once_however_it_is_shared(loader_of) -> None
         loader = loader_of(accumulate=accumulate, batch_examples=7)
         for rank in range(size):
             batch = 0
-            while batch < loader.batches_in(0):
+            while batch < len(loader.batches(0)):
                 step = loader.step(0, batch, rank, size)
                 batch += step.batches
                 for share, weight in step.shares:
@@ -75,7 +75,7 @@ def test_a_rank_without_examples_takes_part(loader_of) -> None:  # type: ignore[
 
 def test_steps_of_an_epoch(loader_of) -> None:  # type: ignore[no-untyped-def]
     loader = loader_of(accumulate=5, batch_examples=10)
-    count = loader.batches_in(0)
+    count = len(loader.batches(0))
     assert 10 < count <= 15
     assert [loader.step(0, batch).batches for batch in (0, 5, 10)] == [5, 5, count - 10]
 
@@ -99,7 +99,7 @@ def make(kind: str, **settings: Any) -> DataLoader:
 
 def epoch(loader: DataLoader, number: int, rank: int = 0, size: int = 1) -> list[Any]:
     found, batch = [], 0
-    while batch < loader.batches_in(number):
+    while batch < len(loader.batches(number)):
         step = loader.step(number, batch, rank, size)
         batch += step.batches
         found.append(step)

@@ -31,9 +31,9 @@ from regard.training.plan import (
     plan_run,
     planned_rates,
     presets_for,
-    validation_due,
 )
 from regard.training.report import Reporter
+from regard.training.trainer import validation_due
 
 
 def since(steps: int, seconds: float, validation_seconds: float, total_seconds: float) -> Progress:
@@ -159,7 +159,7 @@ def test_a_budget_of_steps_is_not_measured(tmp_path: Path, monkeypatch: pytest.M
     assert plan.steps == 900 and plan.recipe.train.warmup < 200
     assert "plan: 900 steps of 64 examples" in messages
     plan, _ = made_plan(tmp_path, monkeypatch, None, epochs=3)
-    assert plan.steps == 3 * plan.loader.batches_in(0) and plan.epochs == 3
+    assert plan.steps == 3 * len(plan.loader.batches(0)) and plan.epochs == 3
 
 
 def test_what_is_given_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_budget_that_is_too_small_is_told(tmp_path: Path, monkeypatch: pytest.
 def described(planned: int, batches: int = 10, seconds: float | None = None, **train: Any) -> list[str]:
     """A plan of so many steps in words; an epoch has so many batches of 64 examples."""
     recipe = load_recipe({"train": {"batch_examples": 64, **train}})
-    loader: Any = SimpleNamespace(batches_in=lambda epoch: batches, examples=64 * batches)
+    loader: Any = SimpleNamespace(batches=lambda epoch: range(batches), examples=64 * batches)
     config: Any = None  # is not described
     return describe_plan(Plan(recipe, config, loader, "", planned, seconds), recipe.train)
 
@@ -232,7 +232,7 @@ def test_the_budget_that_is_recommended_is_enough(noun: str, count: int) -> None
 @pytest.mark.parametrize("steps", [1, 60, 900, 1_000_000])
 def test_the_warm_up_is_a_share_of_the_steps_for_every_task(task: str, settings: dict[str, Any], steps: int) -> None:
     order = load_recipe({"task": task, "train": settings})
-    loader: Any = SimpleNamespace(examples=640, batches_in=lambda epoch: 10)
+    loader: Any = SimpleNamespace(examples=640, batches=lambda epoch: range(10))
     plan = Plan(order, preset(TASKS[task].presets[0], 50), loader, "", steps, None)
     assert planned_rates(order.train, plan)["warmup"] == max(1, min(4_000, round(steps / 8)))
     given = Train(warmup=3, **settings)

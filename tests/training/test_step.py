@@ -17,13 +17,12 @@ from regard.parallel.ranks import ProcessGroup
 from regard.presets import PRESETS, preset
 from regard.recipe import Train
 from regard.run import mean_weights, weights_of
+from regard.training.checkpoint import optimizer_tensors, restore_optimizer
 from regard.training.step import (
     Ema,
     Stepper,
     learning_rate,
     make_optimizer,
-    optimizer_tensors,
-    restore_optimizer,
     swapped_weights,
     unused_settings,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -18,7 +19,7 @@ from regard.inspect.plots import save as save_picture
 from regard.inspect.prune import Criterion, PruneAmount
 from regard.run import require_numbers
 from regard.suggest import one_of
-from regard.training.pruning import PruneReport, prune, save_pruned, split_data
+from regard.training.pruning import PruneReport, Tuning, prune, save_pruned, split_data
 
 EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --greedy --by ablation --tune 1000"
 
@@ -85,14 +86,13 @@ def command(
         amount,
         greedy=greedy,
         by=criterion,
-        tune_steps=tune,
+        tuning=Tuning(tune, lr),
         judge_on=examples,
-        lr=lr,
         notify=message,
     )
     save_pruned(smaller, report, new, opened.path)
     if json:
-        out_json(report.to_json())
+        out_json(asdict(report))
     else:
         _print_report(report)
     if picture:

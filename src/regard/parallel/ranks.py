@@ -45,15 +45,11 @@ class ProcessGroup:
         import torch
 
         self.rank = rank
+        self.first = rank == 0  # this process writes files and reports
         self.size = size
         self.device = torch.device(device)
         self._store = store
         self._waits = 0
-
-    @property
-    def first(self) -> bool:
-        """Whether this process writes files and reports."""
-        return self.rank == 0
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """The numbers of every process, by rank."""
@@ -106,10 +102,7 @@ class ProcessGroup:
             self._store.wait([key], WAIT_FOR_FIRST)
 
     def run_in_first(self, work: Callable[[], T]) -> T | None:
-        """Run `work` in rank 0 while the other ranks wait -> its result there, None elsewhere.
-
-        If it raises UserError, rank 0 raises it and the other ranks exit with status 2.
-        """
+        """Run `work` in rank 0 -> its result there, None elsewhere. After a UserError the other ranks exit with 2."""
         result, problem = None, None
         if self.first:
             try:
@@ -154,10 +147,7 @@ def form_group(rank: int, size: int, device: torch.device, store: Any, offload: 
 
 
 def process_device(request: str, rank: int | None = None) -> torch.device:
-    """The device of this process. On a machine with several GPUs every rank gets its own.
-
-    `rank` is given for a rank that another process of regard has started; torchrun sets it in the environment.
-    """
+    """The device of this process; every rank has its own GPU. `rank` is None under torchrun, which sets it."""
     from regard.device import choose_device
 
     if ":" in request and (rank is not None or has_launcher()):
@@ -191,6 +181,7 @@ class Launch(NamedTuple):
     processes: int
     launchers: frozenset[str]  # the torchrun processes, one per machine; the same in every attempt
     restarted: bool
+    problem: str | None = None  # with restarting them
 
     @classmethod
     def of(cls, group: ProcessGroup) -> Launch:
@@ -198,7 +189,8 @@ class Launch(NamedTuple):
         launcher = f"{platform.node()} {os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else None
         # Each launcher counts the failures of its own processes, but all processes are restarted after any failure.
         ranks = group.gather_json((launcher, was_restarted()))
-        return cls(group.size, frozenset(name for name, _ in ranks if name), any(restarted for _, restarted in ranks))
+        launchers = frozenset(name for name, _ in ranks if name)
+        return cls(group.size, launchers, any(restarted for _, restarted in ranks), restart_problem())
 
 
 def restart_problem() -> str | None:
@@ -215,9 +207,9 @@ def restart_problem() -> str | None:
 def _number(name: str, default: int | None = None) -> int:
     """A number in the environment, set by a launcher."""
     value = os.environ.get(name)
-    if value is None and default is not None:
-        return default
     if value is None:
+        if default is not None:
+            return default
         raise UserError(f"{name}: is not set, although WORLD_SIZE is; start the processes with torchrun, or unset both")
     if not (value.isascii() and value.isdigit()):
         raise UserError(f"{name}: a whole number is expected in the environment, not {value!r}")
@@ -263,12 +255,24 @@ def name_lost_connection() -> Iterator[None]:
         raise UserError(f"another training process has ended, or its machine cannot be reached; {RESUME}") from None
 
 
+@contextmanager
+def launched_group(request: str, offload: bool) -> Iterator[tuple[ProcessGroup, Launch]]:
+    """The group of the processes that a launcher has started, or of this process, on the requested device."""
+    device = process_device(request)
+    if not has_launcher():
+        group = ProcessGroup(device=device)
+        yield group, Launch.of(group)
+        return
+    with join_group(device, offload) as group, name_lost_connection():
+        yield group, Launch.of(group)
+
+
 # Ranks started by the first one
 
 
-def start_template(modules: Sequence[str]) -> Template:
+def start_template(modules: list[str]) -> Template:
     """Start the process that local ranks are forked from."""
-    return Template(settings={"modules": list(modules)}, name="the template of training processes")
+    return Template(settings={"modules": modules}, name="the template of training processes")
 
 
 @contextmanager

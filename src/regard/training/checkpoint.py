@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.config import parse
 from regard.errors import UserError
 from regard.files import read_json, remove, replace_directory, require_unchanged, rewriting, update_manifest, write_json
-from regard.metrics import LOWER_IS_BETTER
 from regard.nn.adapters import fold_gates, merge_adapters
 from regard.run import WEIGHTS, save_weights, weights_of, write_tensors
-from regard.training.data_parallel import load_shards, save_shards, saved_names, whole_weights
-from regard.training.step import Stepper, optimizer_tensors, prepare_moments, restore_optimizer
+from regard.training.data_parallel import load_shards, local, save_shards, saved_names, whole_weights
+from regard.training.step import Stepper
 
 TRAINING = "training"
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 ADAPTERS = "adapters.safetensors"
 PROGRESS = "progress.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -102,15 +103,10 @@ class Progress(BaseModel):
     finished: str | None = None  # the reason why the run ended
 
 
-def better(metric: str, scores: Scores, best: Best | None) -> bool:
-    """Whether scores are better than the best so far; the loss breaks ties. NaN is never better."""
-    sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
-    value = scores[metric]
-    if value != value:
-        return False
-    if best is None or sign * value > sign * best.value:
-        return True
-    return value == best.value and scores["loss"] < best.scores["loss"]
+def write_parts(parts: Parts, directory: Path) -> None:
+    """Write each group of tensors to a file."""
+    for name, tensors in parts.items():
+        write_tensors(tensors, directory / f"{name}.safetensors")
 
 
 class Checkpoints:
@@ -134,18 +130,14 @@ class Checkpoints:
 
     def progress(self) -> Progress | None:
         """The progress of the last saved step."""
-        steps = self.steps()
-        if not steps:
+        if not (steps := self.steps()):
             return None
         path = self._directory(steps[-1]) / PROGRESS
         data = read_json(path)
         return parse(Progress, data if isinstance(data, dict) else {}, str(path))
 
-    def save(self, progress: Progress, parts: Parts, write: Callable[[Parts, Path], object] | None = None) -> None:
-        """Save a step: `parts` are named groups of tensors, written to a file each or by `write`.
-
-        If the step was saved before, only its progress is updated.
-        """
+    def save(self, progress: Progress, parts: Parts, write: Callable[[Parts, Path], object] = write_parts) -> None:
+        """Save a step: `parts` are named groups of tensors. If it was saved before, only its progress is updated."""
         path = self._directory(progress.step)
         if path.is_dir():
             with rewriting(path, PROGRESS):
@@ -153,7 +145,7 @@ class Checkpoints:
             return
 
         def write_all(temporary: Path) -> None:
-            (write or write_parts)(parts, temporary)
+            write(parts, temporary)
             write_json(temporary / PROGRESS, progress.model_dump())
             update_manifest(temporary, sorted(file.name for file in temporary.iterdir()))
 
@@ -194,26 +186,14 @@ class Checkpoints:
         """Remove temporary files of interrupted writes."""
         for name in _PREPARING:
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for directory in (self.run, self.path):
-            _sweep(directory)
-        for directory in filter(Path.is_dir, list(self.path.iterdir())):
-            _sweep(directory)
-
-
-def _sweep(directory: Path) -> None:
-    for entry in list(directory.iterdir()):
-        if not _TEMPORARY.fullmatch(entry.name):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            remove(entry)
-
-
-def write_parts(parts: Parts, directory: Path) -> None:
-    """Write each group of tensors to a file."""
-    for name, tensors in parts.items():
-        write_tensors(tensors, directory / f"{name}.safetensors")
+        for directory in (*filter(Path.is_dir, self.path.iterdir()), self.path, self.run):
+            for entry in list(directory.iterdir()):
+                if not _TEMPORARY.fullmatch(entry.name):
+                    continue
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    remove(entry)
 
 
 def read_tensors(path: Path) -> Tensors:
@@ -225,10 +205,7 @@ def read_tensors(path: Path) -> Tensors:
 
 
 class CheckpointManager:
-    """Saves and restores a stepper (weights, optimizer, moving average, segment memory) with its progress.
-
-    All processes of a group must call its methods.
-    """
+    """Saves and restores a stepper with its progress; all processes of a group must call its methods."""
 
     def __init__(self, run: Path, stepper: Stepper) -> None:
         self.files = Checkpoints(run)
@@ -243,13 +220,10 @@ class CheckpointManager:
             self._save_shards(progress)
         elif self._group.first:
             self.files.save(progress, self._parts())
-        self._after_save(progress)
+        self.complete(progress)
 
     def _save_shards(self, progress: Progress) -> None:
-        """Write a sharded checkpoint: the first process creates the directory and renames it when all have written.
-
-        A failure in any process is raised in all of them.
-        """
+        """The first process creates the directory and renames it when all have written; all raise the first's error."""
         parts = self._parts()
         group = self._group
         directory = None
@@ -283,8 +257,8 @@ class CheckpointManager:
             parts["carried"] = {f"{layer:04d}": x for layer, x in enumerate(stepper.objective.segment_memory)}
         return parts
 
-    def _after_save(self, progress: Progress) -> None:
-        """Publish the best weights and remove old checkpoints; this is idempotent."""
+    def complete(self, progress: Progress) -> None:
+        """Publish the best weights and remove old checkpoints; repeated if a kill may have prevented it."""
         best = progress.best
         if best is not None and best.step == progress.step and not best.averaged:
             self.publish(self._stepper.weights)
@@ -299,29 +273,22 @@ class CheckpointManager:
 
     def publish(self, weights: Tensors) -> None:
         """Write weights to model.safetensors with gates and adapters merged in; adapters also get their own file."""
-        weights = whole_weights(weights, self._group.first)
+        if self._stepper.sharded:
+            weights = whole_weights(weights, self._group.first)
         if not self._group.first:
             return
-        plain, adapters = merge_adapters(self._model, fold_gates(self._model, weights))
+        adapters: Tensors = {}
+        if self._stepper.train.l0:
+            weights = fold_gates(self._model, weights)
+        if self._stepper.train.lora:
+            weights, adapters = merge_adapters(self._model, weights)
         with rewriting(self.files.run, ADAPTERS, WEIGHTS):
             if adapters:
                 save_weights(adapters, self.files.run / ADAPTERS)
-            save_weights(plain, self.files.run / WEIGHTS)
-
-    def recover(self, progress: Progress) -> None:
-        """Complete the save of this progress, which may have been interrupted."""
-        self._after_save(progress)
+            save_weights(weights, self.files.run / WEIGHTS)
 
     def restore(self, step: int) -> None:
-        """Load the checkpoint of a step."""
-        self._verify(step)
-        try:
-            self._load(step)
-        except (KeyError, RuntimeError) as error:  # a wrong name or shape
-            raise UserError(f"{self.files.path}: the checkpoint does not fit: {error}; start a new run") from None
-
-    def _verify(self, step: int) -> None:
-        """Raise UserError if the checkpoint has changed; the first process reads it for all."""
+        """Load the checkpoint of a step after the first process has verified it."""
         problem = None
         if self._group.first:
             try:
@@ -330,6 +297,10 @@ class CheckpointManager:
                 problem = str(error)
         if problem := self._group.broadcast(problem):
             raise UserError(problem)
+        try:
+            self._load(step)
+        except (KeyError, RuntimeError) as error:  # a wrong name or shape
+            raise UserError(f"{self.files.path}: the checkpoint does not fit: {error}; start a new run") from None
 
     def _load(self, step: int) -> None:
         stepper, shards = self._stepper, self.files.shards(step)
@@ -339,9 +310,11 @@ class CheckpointManager:
             load_shards(joined(self._parts()), shards)
             return
         restore_optimizer(stepper.optimizer, self._model, self.files.tensors(step, "optimizer"))
-        _fill(weights_of(self._model), self.files.tensors(step, "model"))
-        if stepper.ema is not None:
-            _fill(stepper.ema.weights, self.files.tensors(step, "ema"))
+        parts = self._parts()
+        for part in ("model", "ema"):
+            saved = self.files.tensors(step, part) if part in parts else {}
+            for name, x in parts.get(part, {}).items():
+                x.copy_(saved[name])
         if carried := self.files.tensors(step, "carried", optional=True):
             device = self._model.device
             stepper.objective.segment_memory = tuple(carried[name].to(device) for name in sorted(carried))
@@ -352,6 +325,31 @@ def joined(parts: Parts) -> Tensors:
     return {f"{part}/{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
 
 
-def _fill(tensors: Tensors, saved: Tensors) -> None:
-    for name, x in tensors.items():
-        x.copy_(saved[name])
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The state of the optimizer as tensors named after the parameters."""
+    return {
+        f"{name}:{moment}": optimizer.state[parameter][moment]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+        for moment in MOMENTS
+    }
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Set the state of the optimizer from `optimizer_tensors`; parameters that were never trained have no moments."""
+    optimizer.state.clear()
+    for name, parameter in model.named_parameters():
+        if not any(f"{name}:{moment}" in tensors for moment in MOMENTS):
+            continue
+        optimizer.state[parameter] = {
+            moment: tensors[f"{name}:{moment}"].to(parameter.device, copy=True) for moment in MOMENTS
+        }
+
+
+def prepare_moments(optimizer: torch.optim.Optimizer, model: nn.Module, names: Collection[str]) -> None:
+    """Give the optimizer zero moments for the parameters that have moments among these names."""
+    optimizer.state.clear()
+    for name, parameter in model.named_parameters():
+        if f"{name}:step" in names:
+            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS if moment != "step"}
+            optimizer.state[parameter] = {**moments, "step": torch.zeros((), device=local(parameter).device)}

@@ -73,10 +73,7 @@ def _sum_bucket(bf16: bool, bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 class _WithUnusedParameter(nn.Module):
-    """A module with an additional parameter that is never used.
-
-    DDP prints a warning in every process if it looks for unused parameters and finds none.
-    """
+    """DDP prints a warning if it looks for unused parameters and finds none, so this module has one."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -201,10 +198,7 @@ def saved_names(path: Path) -> set[str]:
 
 @contextmanager
 def _errors_as(kind: type[Exception]) -> Iterator[None]:
-    """Turn an error of the library into one of this kind, with the message of the first process that failed.
-
-    The library warns if it is used by one process without a group, which is intended here.
-    """
+    """Turn an error of the library into one of this kind, with the message of the first process that failed."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -14,29 +14,10 @@ from regard.config import Config, to_toml
 from regard.data.prepare import Prepared, is_prepared, open_prepared
 from regard.device import usable_precision
 from regard.errors import UserError
-from regard.files import (
-    MANIFEST,
-    hold_lock,
-    read_json,
-    remove,
-    replace_file,
-    rewriting,
-    update_manifest,
-    write_json,
-)
+from regard.files import MANIFEST, hold_lock, read_json, remove, replace_file, rewriting, update_manifest, write_json
 from regard.inspect.prune import restore_unpruned
 from regard.recipe import Recipe
-from regard.run import (
-    CONFIG,
-    HEADS,
-    RECIPE,
-    WEIGHTS,
-    Generation,
-    RunConfig,
-    read_config,
-    require_saved,
-    saved_recipe,
-)
+from regard.run import CONFIG, HEADS, RECIPE, WEIGHTS, Generation, RunConfig, read_config, require_saved, saved_recipe
 from regard.text.codec import TOKENIZERS
 from regard.training.checkpoint import ADAPTERS, TRAINING, Checkpoints, Progress
 from regard.training.loader import DataLoader, make_loader
@@ -98,20 +79,22 @@ class Finished:
 Setup = New | Resumed | Finished
 
 
-def write_run(new: New, generation: Generation) -> None:
+def write_run(new: New, generation: Generation, launchers: Collection[str]) -> None:
     """Write everything about a new run that is known before training. config.json comes last and makes it a run."""
-    path, recipe, prepared = new.path, new.recipe, new.prepared
+    path = new.path
+    prepared = new.prepared
+    remember_launchers(path, launchers)
     if new.fresh:  # the base run may have been removed when this one is resumed
         write_json(path / TRAINING / FRESH, new.fresh)
     try:
         prepared.codec.save(path)
     except OSError as error:
         raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
-    save_recipe(recipe, path)
+    save_recipe(new.recipe, path)
     run = RunConfig(
         model=new.config,
         text=prepared.codec.config,
-        task=recipe.task,
+        task=new.recipe.task,
         labels=prepared.labels,
         pixels=prepared.pixels,
         generation=generation,
@@ -143,10 +126,7 @@ def is_finished(progress: Progress, recipe: Recipe) -> bool:
 
 
 def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Reporter, launched: int) -> Setup:
-    """Open an existing run to continue it with the requested budget.
-
-    `launched` is the number of processes that a launcher started; the number of processes may differ from before.
-    """
+    """Open an existing run to continue it with the requested budget and the number of processes that are `launched`."""
     if not is_prepared(path / TRAINING / DATA):
         raise UserError(
             f"{path}: cannot be resumed because its prepared data is missing ({TRAINING}/{DATA}); "
@@ -183,10 +163,7 @@ def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Re
 
 @contextmanager
 def claim_run(path: Path) -> Iterator[bool]:
-    """Become the only writer of a run directory -> whether its file system has locks.
-
-    A directory with files of others is refused. If an error occurs while a new directory is empty, it is removed.
-    """
+    """Become the only writer of a run directory -> whether its file system has locks."""
     require_ours(path)
     with _removed_if_empty(path):
         try:
@@ -246,15 +223,17 @@ def _taken(run: Path) -> list[str]:
     return taken
 
 
-def require_new(run: Path) -> None:
-    """Refuse to begin a run where another one exists."""
+def clear(run: Path, resume: bool) -> None:
+    """Remove what a training left that was stopped in its setup, except for its data; only `resume` allows more."""
     if is_run(run):
         raise UserError(f"{run}: contains a run; continue it with --resume, or choose another --out")
-    if stopped_in_setup(run) and len(_taken(run)) > 1:  # prepared data without other files is reused
+    if not resume and stopped_in_setup(run) and len(_taken(run)) > 1:  # prepared data without other files is reused
         raise UserError(
             f"{run}: a training was stopped here before its first step; "
             "begin it again by the same command with --resume, or choose another --out"
         )
+    for name in WRITTEN_BEFORE_CONFIG - {f"{TRAINING}/{DATA}"}:
+        remove(run / name)
 
 
 def begun_by(run: Path, launchers: Collection[str]) -> bool:
@@ -272,12 +251,6 @@ def remember_launchers(run: Path, launchers: Collection[str]) -> None:
         remove(run / TRAINING / LAUNCHERS)
 
 
-def remove_remains(run: Path) -> None:
-    """Remove the files of a training that was stopped before it wrote config.json, except for its data."""
-    for name in WRITTEN_BEFORE_CONFIG - {f"{TRAINING}/{DATA}"}:
-        remove(run / name)
-
-
 def save_recipe(recipe: Recipe, run: Path) -> None:
     """Write the complete recipe."""
     text = to_toml(recipe.model_dump(mode="json"))
@@ -286,10 +259,7 @@ def save_recipe(recipe: Recipe, run: Path) -> None:
 
 
 def resumed_recipe(requested: Recipe, saved: Recipe, run: Path) -> Recipe:
-    """The saved recipe with the requested budget and number of processes, if any.
-
-    All other requested settings must equal the saved ones, unless they leave the choice open.
-    """
+    """The saved recipe with the requested budget and workers; all other settings must equal the saved ones."""
     now = _flat(requested.model_dump(mode="json", exclude_unset=True))
     then = _flat(saved.model_dump(mode="json"))
     # bf16 is used only if the machine is good at it, which was decided when the run began

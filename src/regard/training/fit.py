@@ -1,8 +1,4 @@
-"""Training from a recipe to a finished run directory: what `regard.train` and `regard train` call.
-
-The order is data -> tokenizers -> task -> model config -> processes -> weights -> trainer. `plan` decides, `directory`
-and `weights` set up the run, `trainer` trains.
-"""
+"""Training from a recipe to a finished run directory: what `regard.train` and `regard train` call."""
 
 from __future__ import annotations
 
@@ -21,53 +17,20 @@ from regard.errors import UserError, plural
 from regard.inspect.prune import prune_closed_gates
 from regard.model import on_meta
 from regard.notebook import table
+from regard.parallel import ranks
 from regard.parallel.cores import cores
 from regard.parallel.messages import Channel
-from regard.parallel.ranks import (
-    Launch,
-    ProcessGroup,
-    has_launcher,
-    join_group,
-    join_local_group,
-    local_group,
-    name_lost_connection,
-    process_device,
-    restart_problem,
-    was_restarted,
-)
+from regard.parallel.ranks import Launch, ProcessGroup, join_local_group, launched_group, local_group
 from regard.recipe import Recipe
 from regard.run import Generation, Run, saved_recipe
 from regard.tasks import TASKS
+from regard.training import directory
 from regard.training.checkpoint import TRAINING, Progress
-from regard.training.directory import (
-    DATA,
-    UNCUT,
-    Finished,
-    New,
-    Resumed,
-    Setup,
-    begun_by,
-    claim_run,
-    is_run,
-    open_run,
-    remember_launchers,
-    remove_remains,
-    require_new,
-    resume_run,
-    write_run,
-)
-from regard.training.log import LOG, read_log
+from regard.training.directory import DATA, UNCUT, Finished, New, Resumed, Setup
 from regard.training.plan import check_model, plan_run
 from regard.training.report import Reporter, format_score, make_reporter
 from regard.training.step import unused_settings
-from regard.training.summary import (
-    at_chance,
-    draw_curve,
-    judge_outputs,
-    no_better_than_frequencies,
-    still_improving,
-    write_model_card,
-)
+from regard.training.summary import draw_curve, find_problems, write_model_card
 from regard.training.trainer import Signals, Trainer
 from regard.training.validation import Validation, make_validation
 from regard.training.weights import check_weights, make_model, open_base, select_trained
@@ -135,38 +98,35 @@ def fit(
 
 def _fit(order: _Order) -> TrainingReport:
     """Train in this process, with others if a launcher has started them or the plan takes several."""
-    resumes = (order.resume or was_restarted()) and is_run(order.path)
+    resumes = (order.resume or ranks.was_restarted()) and directory.is_run(order.path)
     train = (saved_recipe(order.path) if resumes else order.recipe).train
-    device = process_device(train.device)
     with ExitStack() as stack:
-        group = ProcessGroup(device=device)
-        if has_launcher():
-            group = stack.enter_context(join_group(device, train.offload))
-            stack.enter_context(name_lost_connection())
+        group, launch = stack.enter_context(launched_group(train.device, train.offload))
+        device = group.device
         if not group.first:
             order = order._replace(reporter=Reporter())
-        launch = Launch.of(group)
-        setup = group.run_in_first(lambda: _set_up(order, launch, device, stack)) or open_run(order.path)
+        setup = group.run_in_first(lambda: _set_up(order, launch, device, stack)) or directory.open_run(order.path)
         if isinstance(setup, Finished):
-            reason = setup.progress.finished
-            order.reporter.say(f"{order.path}: this run is finished ({reason}); continue it with a larger budget")
-            return _report(setup, setup.progress, on_meta(setup.config).size)
+            progress = setup.progress
+            message = f"this run is finished ({progress.finished}); continue it with a larger budget"
+            order.reporter.say(f"{order.path}: {message}")
+            metric = setup.recipe.train.metric
+            return TrainingReport(order.path, progress, metric, on_meta(setup.config).size)
         train = setup.recipe.train
         if group.size == 1 and train.workers > 1:
             job = {"run": str(order.path.absolute())}
-            group = stack.enter_context(
-                local_group(f"{__name__}:train_rank", job, train.workers, device, train.offload)
-            )
+            work = f"{__name__}:train_rank"
+            group = stack.enter_context(local_group(work, job, train.workers, device, train.offload))
         return _train(setup, group, order.reporter)
 
 
 def train_rank(channel: Channel, job: dict[str, Any]) -> None:
     """The work of a rank above 0 that was started by rank 0."""
     tune_allocator()
-    setup = open_run(Path(job["run"]))
+    setup = directory.open_run(Path(job["run"]))
     assert not isinstance(setup, Finished)
     train = setup.recipe.train
-    device = process_device(train.device, job["rank"])
+    device = ranks.process_device(train.device, job["rank"])
     with join_local_group(channel, job, device, train.offload) as group:
         _train(setup, group, Reporter())
 
@@ -174,23 +134,21 @@ def train_rank(channel: Channel, job: dict[str, Any]) -> None:
 def _set_up(order: _Order, launch: Launch, device: torch.device, stack: ExitStack) -> Setup:
     """Claim the run directory until the stack is closed, and begin a run in it or continue the one that is there."""
     recipe, path, resume, reporter, memory = order
-    if warning := restart_problem():
-        reporter.say(f"warning: {warning}")
-    locked = stack.enter_context(claim_run(path))
+    if launch.problem:
+        reporter.say(f"warning: {launch.problem}")
+    locked = stack.enter_context(directory.claim_run(path))
     if not locked:
         reporter.say(f"warning: the file system of {path} has no locks; make sure that no other training writes there")
     # After a failure of its processes torchrun starts the same command again, without --resume.
-    resume = resume or (launch.restarted and begun_by(path, launch.launchers))
-    if not (resume and is_run(path)):
+    resume = resume or (launch.restarted and directory.begun_by(path, launch.launchers))
+    if not (resume and directory.is_run(path)):
         if resume:
             reporter.say(f"{path}: no run to resume, a new one begins")
-        else:
-            require_new(path)
-        remove_remains(path)
+        directory.clear(path, resume)
         return _begin(order, launch, device)
     require_same(path / TRAINING / DATA, memory)
-    setup = resume_run(recipe, path, device, reporter, launch.processes)
-    remember_launchers(path, launch.launchers)
+    setup = directory.resume_run(recipe, path, device, reporter, launch.processes)
+    directory.remember_launchers(path, launch.launchers)
     for change in dict.fromkeys(changed_files(path / TRAINING / DATA, setup.recipe)):
         reporter.say(f"warning: {change}; the run continues with the data it read before")
     return setup
@@ -212,15 +170,15 @@ def _begin(order: _Order, launch: Launch, device: torch.device) -> New:
         reporter.say(note)
     plan = plan_run(recipe, base and base.config, prepared, device, launch.processes, reporter)
     fresh = check_weights(plan.recipe, plan.config, prepared.labels, base, reporter)
-    remember_launchers(path, launch.launchers)
     new = New(path, plan.recipe, plan.config, prepared, plan.loader, fresh)
-    write_run(new, base.config.generation if base else Generation())
+    directory.write_run(new, base.config.generation if base else Generation(), launch.launchers)
     return new
 
 
 def _train(setup: New | Resumed, group: ProcessGroup, reporter: Reporter) -> TrainingReport:
     """Train in this process; all processes of the group call this for the same run directory."""
-    recipe, prepared = setup.recipe, setup.prepared
+    recipe = setup.recipe
+    prepared = setup.prepared
     train = recipe.train
     if group.device.type == "cpu" and group.size > 1:
         torch.set_num_threads(max(1, cores() // group.size))
@@ -228,67 +186,58 @@ def _train(setup: New | Resumed, group: ProcessGroup, reporter: Reporter) -> Tra
     parameters = model.size
     trained = select_trained(model, train, setup.fresh)
     validation = make_validation(recipe, prepared, model.config, group)
+    device = group.device.type
     facts = {
         "preset": recipe.preset,
         "parameters": parameters,
         "examples": prepared.train.size,
         "valid_examples": prepared.valid.size,
-        "device": group.device.type,
+        "device": device,
         "workers": group.size,
     }
-    reporter.say(
-        f"model: {train.start_from or recipe.preset}, {parameters:,} parameters; {group.device.type}, "
-        f"{plural(group.size, 'process')}; {plural(setup.loader.batches_in(0), 'batch')} per epoch"
-    )
+    batches = plural(len(setup.loader.batches(0)), "batch")
+    about = f"{device}, {plural(group.size, 'process')}; {batches} per epoch"
+    reporter.say(f"model: {train.start_from or recipe.preset}, {parameters:,} parameters; {about}")
     if trained:
         reporter.say(trained)
     for warning in unused_settings(model, train, group):
         reporter.say(f"warning: {warning}")
-    with Signals(launched=has_launcher() or not group.first) as signals:
+    with Signals(launched=ranks.has_launcher() or not group.first).caught() as signals:
         trainer = Trainer(model, setup, validation, group, reporter, signals)
-        report = _report(setup, trainer.run(facts), parameters)
+        report = TrainingReport(setup.path, trainer.run(facts), train.metric, parameters)
         if group.first:
             _finish(report, recipe, prepared, validation, reporter)
             trainer.mark_finished()
     return report
 
 
-def _report(setup: Setup, progress: Progress, parameters: int) -> TrainingReport:
-    return TrainingReport(setup.path, progress, setup.recipe.train.metric, parameters)
-
-
 def _finish(
     report: TrainingReport, recipe: Recipe, prepared: Prepared[Any], validation: Validation, reporter: Reporter
 ) -> None:
     """After training: the learning curve, the model card, pruning of closed head gates, alignment heads, warnings."""
-    path, progress, train = report.path, report.progress, recipe.train
+    path = report.path
+    train = recipe.train
     reporter.close()
     draw_curve(path, train.metric)
     write_model_card(
         path,
         recipe,
-        progress,
+        report.progress,
         parameters=report.parameters,
         examples=(prepared.train.size, prepared.valid.size),
         files=prepared.files,
         notes=prepared.notes,
         signatures=validation.signatures,
     )
-    best = progress.best
+    best = report.progress.best
     if train.l0 and best is not None:
         reporter.say(prune_closed_gates(path, path / TRAINING / UNCUT))
-    remarks = [still_improving(read_log(path / LOG), train)]
+    run = None
     if best is not None and TASKS[recipe.task].reads == "pairs":
         # Alignments are taken from the heads that align best on the validation examples.
         run = Run.load(path)
         save_heads(path, choose_heads(run, prepared.valid_examples))
-        remarks.append(judge_outputs(run, prepared.valid_examples, 2 * prepared.valid.target_lengths.longest))
-    if best is not None and TASKS[recipe.task].labels:
-        labels = [example.target for example in prepared.valid_examples] or prepared.valid.labels.tolist()
-        remarks.append(at_chance(best.scores["accuracy"], labels))
-    if best is not None and TASKS[recipe.task].reads == "text" and not TASKS[recipe.task].seq2seq:
-        remarks.append(no_better_than_frequencies(best.scores["loss"], prepared.train, prepared.valid))
-    for remark in filter(None, remarks):
-        reporter.say(f"warning: {remark}")
+    for problem in find_problems(path, recipe, prepared, best, run):
+        reporter.say(f"warning: {problem}")
     value = "" if best is None else f": {format_score(train.metric, best.value)} on the validation examples"
     reporter.say(f"the model is in {path}{value}")

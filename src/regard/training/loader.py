@@ -1,7 +1,4 @@
-"""The data loader: the examples of each step, divided among the processes.
-
-The examples of a step depend only on (seed, epoch, batch, rank); the loader has no state.
-"""
+"""The data loader: the examples of a step are a function of (seed, epoch, batch, rank); it has no state."""
 
 from __future__ import annotations
 
@@ -69,9 +66,6 @@ class DataLoader:
             self._epoch = epoch
         return self._batches
 
-    def batches_in(self, epoch: int) -> int:
-        return len(self.batches(epoch))
-
     def step(self, epoch: int, batch: int, rank: int = 0, size: int = 1) -> StepBatches:
         """The step that begins with a batch of an epoch, with the share of one of `size` processes."""
         indices = self.batches(epoch)[batch : batch + self._train.accumulate]
@@ -133,10 +127,7 @@ def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config) -> 
 
 
 def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config) -> DataLoader:
-    """Windows of plain text in random order. Their offset differs by epoch, so that tokens get different contexts.
-
-    Models with segment memory read lanes: each row of a batch continues the same row of the previous batch.
-    """
+    """Windows of plain text in random order, with another offset in each epoch; in lanes for segment memory."""
     train, lanes = recipe.train, config.has_memory
     objective = TEXT_OBJECTIVES[recipe.task](prepared.train, prepared.codec, config, train)
     windows, rows = objective.windows, rows_of(train)

@@ -61,9 +61,8 @@ class Log:
         try:
             yield
         except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot write: {error.strerror or error}; the last checkpoint is safe"
-            ) from None
+            reason = error.strerror or error
+            raise UserError(f"{self.path}: cannot write: {reason}; the last checkpoint is safe") from None
 
 
 def read_log(path: Path) -> list[Event]:
@@ -145,9 +144,8 @@ class TensorBoard(Sink):
     module = "torch.utils.tensorboard"  # which needs the package
 
     def start(self, library: Any) -> None:
-        shutil.rmtree(
-            self.run / TENSORBOARD, ignore_errors=True
-        )  # an interrupted run may have written more than its checkpoint has
+        # An interrupted run may have written more than its checkpoint has.
+        shutil.rmtree(self.run / TENSORBOARD, ignore_errors=True)
         self._writer = library.SummaryWriter(str(self.run / TENSORBOARD))
 
     def facts(self, facts: Mapping[str, Any]) -> None:

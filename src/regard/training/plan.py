@@ -1,8 +1,4 @@
-"""The plan of a run: budget, precision, metric, model, batch, processes, learning rate, warm-up.
-
-Each is decided once, to fit the data and the budget, printed, and saved in the recipe of the run. A resumed run is not
-planned again.
-"""
+"""The plan of a run: each setting that is left open is decided once, to fit the data and the budget, and printed."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ from regard.parallel.ranks import ProcessGroup
 from regard.presets import PRESETS, merge, preset, refuse_unused, with_changes
 from regard.recipe import Recipe, Train
 from regard.run import RunConfig
-from regard.tasks import TASKS, Task, infer_task
-from regard.training.checkpoint import Progress
+from regard.tasks import TASKS, Task
 from regard.training.loader import DataLoader, make_loader
 from regard.training.report import Reporter
 from regard.training.step import Stepper
@@ -45,24 +40,21 @@ STACKS = {
 
 
 def check_model(recipe: Recipe, base: RunConfig | None) -> None:
-    """Report mistakes in the model settings before the data is read."""
+    """Report mistakes in the model settings before the data is read; one preset of the task must accept them."""
     names = TASKS[recipe.task].presets if base is None and recipe.preset == "auto" else (recipe.preset,)
-    errors = []
     for name in reversed(names):
         try:
             model_config(recipe.model_copy(update={"preset": name}), base, None)
             return
-        except UserError as error:
-            errors.append(error)
-    raise errors[-1]
+        except UserError:
+            if name == names[0]:
+                raise
 
 
 def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any] | None) -> Config:
-    """The model of a recipe: its preset, or the model of the base run, adjusted to the data.
-
-    Before the data is read `prepared` is None, and values that depend on the data are placeholders.
-    """
-    changes, start = recipe.model, None if base is None else base.model
+    """The model of a recipe: its preset or the model of the base run, adjusted to the data if that is known."""
+    changes = recipe.model
+    start = None if base is None else base.model
     needs = _needs(recipe, start, prepared)
     if prepared is None:
         changes = {key: value for key, value in changes.items() if key != "patches"}  # depends on the images
@@ -72,15 +64,13 @@ def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any]
         filled = with_changes(merge(table, needs), changes)
         config = parse(Config, filled, f"model of {recipe.train.start_from}, changed")
     else:
-        table = (
-            PRESETS.get(recipe.preset) or preset(recipe.preset).model_dump()
-        )  # an unknown name raises with a suggestion
+        table = PRESETS.get(recipe.preset) or preset(recipe.preset).model_dump()  # raises, with a suggestion
         _check_stacks(table, changes, recipe)
         sizes = {"source_vocab": 8000, "target_vocab": 8000}  # placeholders
         if prepared is not None:
             sizes = {side: needs.pop(side, getattr(prepared.codec, side)) for side in sizes}
         config = preset(recipe.preset, **sizes, changes=merge(needs, changes))
-        if longer := _longer(config, recipe, prepared):
+        if prepared is not None and (longer := _longer(config, recipe, prepared)):
             config = preset(recipe.preset, **sizes, changes=merge(merge(needs, longer), changes))
     refuse_unused(table, changes)
     if prepared is not None:
@@ -121,7 +111,7 @@ def _needs(recipe: Recipe, start: Config | None, prepared: Prepared[Any] | None)
     if task.name == "span" and first_sentinel(codec, start) is None:
         vocab = SENTINELS + max(codec.source_vocab, 0 if start is None else start.source_vocab)
         needs |= {"source_vocab": vocab, "target_vocab": vocab}
-    if task.reads == "images" and (start is None or infer_task(start) != "image"):
+    if task.reads == "images" and (start is None or start.patches is None):
         channels, height, width = prepared.train.shape
         size = patch_size(height, width)
         needs["patches"] = {"height": height, "width": width, "channels": channels, "size": size}
@@ -150,9 +140,9 @@ def _lengths(recipe: Recipe, prepared: Prepared[Any]) -> dict[str, int]:
     return {name: max(getattr(corpus, side).longest for corpus in corpora) for name, side in sides.items()}
 
 
-def _longer(config: Config, recipe: Recipe, prepared: Prepared[Any] | None) -> Table:
+def _longer(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> Table:
     """Enlarge position tables to the longest input, unless the recipe sets their length."""
-    lengths = {} if prepared is None else _lengths(recipe, prepared)
+    lengths = _lengths(recipe, prepared)
     return {
         name: {"max_length": lengths[name]}
         for name, stack in config.stacks.items()
@@ -167,7 +157,7 @@ def _check_fit(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> None:
     task = TASKS[recipe.task]
     name = _name(recipe)
     images = task.reads == "images"
-    if (infer_task(config) == "image") != images:
+    if (config.patches is not None) != images:
         raise UserError(f"{name}: {'images need a model with patches' if images else 'reads images'}")
     if task.name == "masked" and not config.predicts_tokens:
         raise UserError(f"{name}: task masked needs a model that predicts tokens; add --set output=tokens")
@@ -182,24 +172,17 @@ def _check_fit(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> None:
         longest = lengths.get(side, 0)
         if limit is not None and longest > limit:
             setting = "train.context" if task.reads == "text" else "data.max_length"
-            raise UserError(
-                f"{setting}: rows of {longest} tokens do not fit into the {limit} positions of the {side}; "
-                f"lower it, or raise model.{side}.max_length"
-            )
+            rows = f"rows of {longest} tokens do not fit into the {limit} positions of the {side}"
+            raise UserError(f"{setting}: {rows}; lower it, or raise model.{side}.max_length")
     if images:
         patches = config.image_patches
         shape = (patches.channels, patches.height, patches.width)
         if shape != prepared.train.shape:
-            raise UserError(
-                f"model.patches: the model is for images of (channels, height, width) {shape}, the file has "
-                f"{prepared.train.shape}"
-            )
+            known = f"the model is for images of (channels, height, width) {shape}"
+            raise UserError(f"model.patches: {known}, the file has {prepared.train.shape}")
 
 
 DEFAULT_MINUTES = 10.0
-MAX_VALIDATIONS = 40
-MIN_VALIDATIONS = 10  # with a time budget
-VALIDATION_SHARE = 0.1  # maximum share of the time
 
 # Minimum number of training tokens, source and target, for each preset of the task `pairs`.
 TOKENS_NEEDED = (0, 50_000, 400_000, 2_000_000)
@@ -262,29 +245,14 @@ class Budget(NamedTuple):
         return min(1.0, part), name
 
 
-def validation_due(every: int | None, steps_per_epoch: int, budget: Budget, progress: Progress) -> bool:
-    """Whether to validate now: after `every` steps, by default about once per epoch and at most 40 times in a run.
-
-    With a time budget validation takes at most a tenth of the time and, within that, happens at least ten times.
-    """
-    steps, seconds = progress.step - progress.validated, progress.seconds - progress.validated_at
-    if every is not None:
-        return steps >= every
-    if budget.seconds is None:
-        total = min(budget.steps or math.inf, (budget.epochs or math.inf) * steps_per_epoch)
-        return steps >= max(steps_per_epoch, math.ceil(total / MAX_VALIDATIONS))
-    if steps == 0 or progress.validation_seconds > VALIDATION_SHARE * progress.seconds:
-        return False
-    epoch_over = steps >= steps_per_epoch and seconds >= budget.seconds / MAX_VALIDATIONS
-    return epoch_over or seconds >= budget.seconds / MIN_VALIDATIONS
-
-
 # Settings that do not depend on the model
 
 
 def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.device, reporter: Reporter) -> Recipe:
     """Fill in open settings that need no model: device, budget, precision, metric, tokens, batch."""
-    task, train, text = TASKS[recipe.task], recipe.train, recipe.text
+    task = TASKS[recipe.task]
+    train = recipe.train
+    text = recipe.text
     changes: Table = {"device": device.type} if train.device == "auto" else {}
     if train.minutes is None and Budget.of(train).seconds is not None:
         changes["minutes"] = DEFAULT_MINUTES
@@ -299,7 +267,7 @@ def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.devic
         references = [example.target or "" for example in prepared.valid_examples]
         changes["metric"] = FITTING[content_of(references, prepared.codec.config.target_tokens)][0]
     if not {"batch_tokens", "batch_examples"} & train.model_fields_set:
-        changes |= choose_batch(task, prepared)
+        changes |= _batch_size(task, prepared)
     sides = [side for side in ("source_tokens", "target_tokens") if getattr(text, side) == "auto"]
     if train.start_from is not None or task.reads == "images":
         sides = []
@@ -307,8 +275,8 @@ def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.devic
     return recipe.model_copy(update={"text": text.model_copy(update=tokens)}).with_train(**changes)
 
 
-def choose_batch(task: Task, prepared: Prepared[Any]) -> Table:
-    """The size of a batch: small, because short runs gain more from many steps than from exact gradients."""
+def _batch_size(task: Task, prepared: Prepared[Any]) -> Table:
+    """Small batches, because short runs gain more from many steps than from exact gradients."""
     if task.reads == "images":
         return {}  # the default of the task
     if task.reads == "text":
@@ -333,7 +301,7 @@ class Plan(NamedTuple):
 
     @property
     def epochs(self) -> float:
-        return self.steps * self.recipe.train.accumulate / self.loader.batches_in(0)
+        return self.steps * self.recipe.train.accumulate / len(self.loader.batches(0))
 
 
 def plan_run(
@@ -359,7 +327,11 @@ def plan_run(
         if plan.epochs >= ENOUGH_EPOCHS or plan.steps >= ENOUGH_STEPS:
             break
     if len(names) > 1 or recipe.preset != plan.recipe.preset:
-        reporter.say(f"preset: {plan.recipe.preset}, {_size(prepared.train)}")
+        data = prepared.train
+        amount = f"{data.size:,} {'images' if isinstance(data, Images) else 'characters'}"
+        if isinstance(data, Corpus):
+            amount = f"{data.size:,} training examples of {data.tokens:,} tokens"
+        reporter.say(f"preset: {plan.recipe.preset}, for {amount}")
     if not given.workers:
         reporter.say(f"processes: {plan.recipe.train.workers}, {plan.reason}")
     plan = _enlarge_batch(plan, given, prepared)
@@ -377,12 +349,6 @@ def presets_for(task: Task, data: Any, device: str) -> list[str]:
     return fitting[: len(task.presets) - (device == "cpu")][::-1]
 
 
-def _size(data: Any) -> str:
-    if isinstance(data, Corpus):
-        return f"for {data.size:,} training examples of {data.tokens:,} tokens"
-    return f"for {data.size:,} {'images' if isinstance(data, Images) else 'characters'}"
-
-
 def _try_preset(
     recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any], device: torch.device, launched: int
 ) -> Plan:
@@ -391,7 +357,10 @@ def _try_preset(
     loader = make_loader(recipe, prepared, config)
     recipe, reason = complete_processes(recipe, loader, config, device, launched)
     budget = Budget.of(recipe.train)
-    limits = [budget.steps, budget.epochs and budget.epochs * math.ceil(loader.batches_in(0) / recipe.train.accumulate)]
+    limits = [
+        budget.steps,
+        budget.epochs and budget.epochs * math.ceil(len(loader.batches(0)) / recipe.train.accumulate),
+    ]
     seconds = None
     if budget.seconds is not None:
         seconds = measure_step(recipe, config, loader, device)
@@ -401,8 +370,10 @@ def _try_preset(
 
 def measure_step(recipe: Recipe, config: Config, loader: DataLoader, device: torch.device) -> float:
     """Seconds per training step of one of the run's processes, on batches spread over an epoch."""
-    train, threads, seconds = recipe.train, torch.get_num_threads(), []
-    batches = np.linspace(0, loader.batches_in(0) - 1, TRIAL_STEPS + 1).astype(int)
+    train = recipe.train
+    threads = torch.get_num_threads()
+    seconds = []
+    batches = np.linspace(0, len(loader.batches(0)) - 1, TRIAL_STEPS + 1).astype(int)
     with torch.random.fork_rng(devices=[]):
         if device.type == "cpu" and train.workers > 1:
             torch.set_num_threads(max(1, cores() // train.workers))
@@ -442,19 +413,13 @@ def planned_rates(given: Train, plan: Plan) -> Table:
     if "warmup" not in given.model_fields_set:
         changes["warmup"] = max(1, min(MAX_WARMUP, round(WARMUP_SHARE * plan.steps)))
     if "lr" not in given.model_fields_set:
-        changes["lr"] = choose_rate(train, plan.config.top.width)
+        width = plan.config.top.width
+        tunes = train.start_from is not None and not train.lora
+        rate = TUNING_RATE if tunes else float(f"{RATE * width**-0.5:.2g}")
+        changes["lr"] = 1.0 if train.schedule == "noam" else rate
     if "ema" not in given.model_fields_set and not train.l0 and plan.steps >= FEW_STEPS:
         changes["ema"] = min(MAX_EMA, round(1 - 1 / (EMA_SHARE * plan.steps), 5))
     return changes
-
-
-def choose_rate(train: Train, width: int) -> float:
-    """The peak of the learning rate."""
-    if train.schedule == "noam":
-        return 1.0
-    if train.start_from is not None and not train.lora:
-        return TUNING_RATE
-    return float(f"{RATE * width**-0.5:.2g}")
 
 
 def describe_plan(plan: Plan, given: Train) -> list[str]:
@@ -481,9 +446,9 @@ def describe_plan(plan: Plan, given: Train) -> list[str]:
 
 def _enough(train: Train, plan: Plan, factor: float) -> str:
     """A sufficient budget, in the unit of the limit that is reached first."""
-    for noun, given, planned in (("step", train.steps, plan.steps), ("epoch", train.epochs, plan.epochs)):
-        if given is not None and planned >= given:
-            return f": {plural(given, noun)}; use at least {plural(math.ceil(given * factor), noun)}"
+    for noun, limit, planned in (("step", train.steps, plan.steps), ("epoch", train.epochs, plan.epochs)):
+        if limit is not None and planned >= limit:
+            return f": {plural(limit, noun)}; use at least {plural(math.ceil(limit * factor), noun)}"
     minutes = plural(math.ceil((train.minutes or DEFAULT_MINUTES) * factor), "minute")
     return f"; use at least about {minutes} on this machine"
 
@@ -495,23 +460,20 @@ def complete_processes(
     train = recipe.train
     if launched > 1:
         workers, reason = launched, "started by the launcher"
-    elif config.has_memory and not train.workers:
+    elif not train.workers and config.has_memory:
         workers, reason = 1, "its segment memory needs the text in order"
     else:
-        first, examples = loader.step(0, 0), loader.examples
-        rows = max(1, examples // loader.batches_in(0))
+        first = loader.step(0, 0)
+        rows = max(1, loader.examples // len(loader.batches(0)))
         tokens = rows * first.all_tokens // first.examples
-        workers, reason = choose_workers(train, device.type, cores(), examples, rows, tokens)
-    if config.has_memory and workers > 1:
+        workers, reason = choose_workers(train, device.type, cores(), loader.examples, rows, tokens)
+    if workers > 1 and config.has_memory:
         raise UserError("train.workers: a model with segment memory is trained by one process")
     return recipe.with_train(workers=workers), reason
 
 
 def choose_workers(train: Train, device: str, cores: int, examples: int, rows: int, tokens: int) -> tuple[int, str]:
-    """The number of processes, and the reason. On CPUs, processes with one thread are faster than one with several.
-
-    `rows` and `tokens` are the size of a batch.
-    """
+    """The number of processes for batches of this size, and the reason. On CPUs each process has one thread."""
     if train.workers:
         return train.workers, "as requested"
     if device != "cpu":

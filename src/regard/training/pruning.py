@@ -1,7 +1,4 @@
-"""Pruning a run: remove the least important heads, tune the rest by distillation from the full model, report.
-
-Tuning and learning head gates are short trainings in this process with the same steps as normal training.
-"""
+"""Pruning a run: remove the least important heads, tune the rest by distillation from the full model, report."""
 
 from __future__ import annotations
 
@@ -11,8 +8,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,7 +50,7 @@ from regard.parallel.ranks import ProcessGroup
 from regard.recipe import Train
 from regard.run import Run
 from regard.text.codec import Example
-from regard.training.step import Stepper, swapped_weights
+from regard.training.step import Stepper, learning_rate, swapped_weights
 from regard.training.validation import mean_scores
 
 LR = 7e-4
@@ -78,9 +76,8 @@ class Distillation(Objective):
 
     def __init__(self, model: Model, label_smoothing: float, teacher: Model) -> None:
         super().__init__(model, label_smoothing)
-        self._teacher_logits = lambda batch: label_logits(teacher, batch)[
-            0
-        ]  # in a closure, so that the teacher is not a submodule and stays in eval mode
+        # In a closure, so that the teacher is not a submodule and stays in eval mode.
+        self._teacher_logits = lambda batch: label_logits(teacher, batch)[0]
 
     def forward(self, batch: Batch) -> Loss:
         logits_NV, label_N = label_logits(self.model, batch)
@@ -103,10 +100,7 @@ def label_logits(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
 def run_steps(
     stepper: Stepper, batches: Iterable[Batch], steps: int, after_step: Callable[[int], None] = lambda step: None
 ) -> list[float]:
-    """Train on one batch per step -> the loss per token of each step. Afterwards the model is in eval mode.
-
-    Batches that do not fit into memory are split; a single example that does not fit is an error.
-    """
+    """Train on one batch per step, split if memory runs out -> the loss per token of each step. Ends in eval mode."""
     losses = []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for step, batch in zip(range(1, steps + 1), batches, strict=False):
@@ -114,7 +108,8 @@ def run_steps(
             nll, _, norm = stepper.backward(step, [(batch, 1.0)])
             if stepper.memory_failures.examples:
                 raise UserError("not enough memory to tune: a single example does not fit; leave out the longest")
-            stepper.update(step, stepper.rate(step, (step - 1) / steps), norm)
+            rate = learning_rate(stepper.train, step, (step - 1) / steps, stepper.model.config.top.width)
+            stepper.update(step, rate, norm)
             losses.append(nll / batch.tokens)
             after_step(step)
     use_pool(stepper.model.eval(), None)
@@ -140,21 +135,23 @@ def tune(
     train = Train(lr=lr, schedule="cosine", warmup=warmup, label_smoothing=SMOOTHING, ema=EMA, seed=seed)
     objective = None if teacher is None else Distillation(model, SMOOTHING, teacher)
     stepper = Stepper(model, train, ProcessGroup(device=model.device), objective)
-    kept, best = stepper.weights, math.inf
+    best = stepper.weights
+    best_value = math.inf
 
     def judge_weights(step: int) -> None:
-        nonlocal kept, best
+        nonlocal best, best_value
         if judge is None or (step != steps and step % max(1, steps // EVALUATIONS)):
             return
         with swapped_weights(model.eval(), stepper.weights):
             value = judge()
-        if value < best:
-            kept, best = {name: x.clone() for name, x in stepper.weights.items()}, value
+        if value < best_value:
+            best = {name: x.clone() for name, x in stepper.weights.items()}
+            best_value = value
 
     losses = run_steps(stepper, batches, steps, judge_weights)
     with torch.no_grad():
-        for name, parameter in model.named_parameters(remove_duplicate=True):
-            parameter.copy_(kept[name])
+        for name, parameter in model.named_parameters():
+            parameter.copy_(best[name])
     return losses
 
 
@@ -168,8 +165,9 @@ def learn_gates(
     """
     add_gates(model)
     gates = head_gates(model)
-    settings: dict[str, Any] = {"schedule": "constant", "warmup": 1, "beta2": 0.999, "eps": 1e-8}
-    train = Train(lr=lr, label_smoothing=SMOOTHING, l0=cost, seed=seed, **settings)
+    train = Train(
+        lr=lr, schedule="constant", warmup=1, beta2=0.999, eps=1e-8, label_smoothing=SMOOTHING, l0=cost, seed=seed
+    )
     stepper = Stepper(model, train, ProcessGroup(device=model.device))
     stepper.optimizer.param_groups[-1]["lr_factor"] = GATE_LR / lr  # the last group has the gates
     run_steps(stepper, shuffled(batches, seed), steps)
@@ -184,18 +182,16 @@ def shuffled(batches: Sequence[Batch], seed: int) -> Iterator[Batch]:
         yield from (batches[index] for index in random.permutation(len(batches)))
 
 
-def shuffled_data(run: Run, data: TaskData, seed: int = 1) -> Iterator[Batch]:
+def shuffled_data(run: Run, data: TaskData) -> Iterator[Batch]:
     """Repeat the data forever, each time in another order; pairs are also batched differently."""
     if isinstance(data, str | LabelledImages) or not run.task.seq2seq:
-        yield from shuffled(task_batches(run, data, TUNE_TOKENS // 2), seed)
+        yield from shuffled(task_batches(run, data, TUNE_TOKENS // 2), seed=1)
         return
     pairs = encode_pairs(run, data)
     lengths = [np.array([len(pair[side]) for pair in pairs]) for side in (0, 1)]
-    epoch = 0
-    while True:
-        for rows in Batches(lengths[0], lengths[1], seed, epoch, TUNE_TOKENS, TUNE_EXAMPLES):
+    for epoch in count():
+        for rows in Batches(lengths[0], lengths[1], 1, epoch, TUNE_TOKENS, TUNE_EXAMPLES):
             yield collate([pairs[i][0] for i in rows], [pairs[i][1] for i in rows], run.config)
-        epoch += 1
 
 
 # Pruning
@@ -223,8 +219,15 @@ class PruneReport:
     curve: list[tuple[int, float]]  # heads ablated, loss per token
     tuned_steps: int
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+class Tuning(NamedTuple):
+    """How long and how fast to train: the pruned model and, before pruning, head gates."""
+
+    steps: int
+    lr: float = LR
+
+
+NO_TUNING = Tuning(0)
 
 
 def prune(
@@ -235,44 +238,45 @@ def prune(
     *,
     greedy: bool = False,
     by: Criterion = "gradient",
-    tune_steps: int = 0,
+    tuning: Tuning = NO_TUNING,
     judge_on: int = 256,
-    lr: float = LR,
     notify: Callable[[str], None] = lambda message: None,
 ) -> tuple[Run, PruneReport]:
     """Remove heads from a run -> the smaller run (not saved yet), and the report.
 
     Head importance is measured on `judge_on` examples of the data, tuning uses all of it, and the report is measured on
-    the held-out data. With `by="gates"`, a copy of the model is first trained with gates for `tune_steps`.
+    the held-out data. With `by="gates"`, a copy of the model is first trained with gates.
     """
     require_prunable(run.model)
     if all(attention.heads < 2 for attention in run.model.attentions().values()):
         raise UserError(f"{run.path}: its attention has only one head; pruning needs several")
     if greedy and by == "gates":
         raise UserError("--greedy measures importance repeatedly, which --by gates cannot do; choose one of them")
-    batches, valid = task_batches(run, sample(data, judge_on)), task_batches(run, held_out)
+    batches = task_batches(run, sample(data, judge_on))
+    valid = task_batches(run, held_out)
     model = run.model
+    steps, lr = tuning
     if by == "gates":
-        if not tune_steps:
+        if not steps:
             raise UserError("--by gates needs --tune STEPS, the number of steps for learning the gates")
-        notify(f"learning gates for {plural(tune_steps, 'step')}")
+        notify(f"learning gates for {plural(steps, 'step')}")
         model = copy.deepcopy(run.model)
-        importance = sort_heads(learn_gates(model, task_batches(run, data, TUNE_TOKENS // 2), tune_steps, lr=lr))
+        importance = sort_heads(learn_gates(model, task_batches(run, data, TUNE_TOKENS // 2), steps, lr=lr))
     else:
         importance = rank_heads(model, batches, by)
-    count = amount.of(importance)
-    order = greedy_order(model, batches, count, by, notify) if greedy else removable_heads(model, list(importance))
-    removed = group_heads(order[:count])
-    notify(f"removing {count} of {count_heads(model)} heads")
+    number = amount.of(importance)
+    order = greedy_order(model, batches, number, by, notify) if greedy else removable_heads(model, list(importance))
+    removed = group_heads(order[:number])
+    notify(f"removing {number} of {count_heads(model)} heads")
     curve = quality_curve(model, valid, order)
     before = take_snapshot(run, held_out, valid)
     small = prune_heads(model, removed)
     smaller = replace(run, config=small.config, model=small)
     pruned = after = take_snapshot(smaller, held_out, valid)
-    if tune_steps:
-        notify(f"tuning for {plural(tune_steps, 'step')}")
+    if steps:
+        notify(f"tuning for {plural(steps, 'step')}")
         judge = _judge(smaller, held_out, valid, notify)
-        tune(small, shuffled_data(run, data), tune_steps, teacher=run.model, judge=judge, lr=lr)
+        tune(small, shuffled_data(run, data), steps, teacher=run.model, judge=judge, lr=lr)
         after = take_snapshot(smaller, held_out, valid)
     works = [decoding_work(each, held_out, valid) for each in (run, smaller)]
     full, faster = fair_rates([work for work, _ in works], works[0][1], run.model.device)
@@ -280,13 +284,13 @@ def prune(
     pruned, after = (replace(each, sentences_per_second=faster) for each in (pruned, after))  # both have the same shape
     attentions = run.model.attentions()
     numbers = {name: [attentions[name].head_numbers[head] for head in heads] for name, heads in removed.items()}
-    return smaller, PruneReport(before, pruned, after, numbers, curve, tune_steps)
+    return smaller, PruneReport(before, pruned, after, numbers, curve, steps)
 
 
 def quality_curve(model: Model, batches: Sequence[Batch], order: Sequence[HeadKey]) -> list[tuple[int, float]]:
     """The loss per token as more and more heads are ablated."""
-    counts = sorted({round(i * len(order) / CURVE_POINTS) for i in range(CURVE_POINTS + 1)})
-    return [(count, mean_loss(model, batches, group_heads(order[:count]))) for count in counts]
+    sizes = sorted({round(i * len(order) / CURVE_POINTS) for i in range(CURVE_POINTS + 1)})
+    return [(size, mean_loss(model, batches, group_heads(order[:size]))) for size in sizes]
 
 
 def take_snapshot(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapshot:
@@ -316,10 +320,7 @@ def decoding_work(run: Run, data: TaskData, batches: Sequence[Batch]) -> tuple[C
 
 @torch.no_grad()
 def fair_rates(works: Sequence[Callable[[], object]], items: int, device: torch.device) -> list[float]:
-    """Median items per second of several functions that are called in turns, so that other load affects all of them.
-
-    On a CPU processor time is measured, which excludes waiting.
-    """
+    """Median items per second of functions called in turns, so that other load affects all of them alike."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     for work in works:
         work()  # the first call is slower
@@ -352,12 +353,12 @@ def _judge(run: Run, data: TaskData, batches: Sequence[Batch], notify: Callable[
     return judge
 
 
-def sample(data: TaskData, count: int) -> TaskData:
-    """Up to `count` pairs or images, evenly spread, or the beginning of a text."""
+def sample(data: TaskData, size: int) -> TaskData:
+    """Up to `size` pairs or images, evenly spread, or the beginning of a text."""
     if isinstance(data, str):
-        return data[: count * WINDOW]
+        return data[: size * WINDOW]
     rows = range(_size(data))
-    return _take(data, rows[:: max(1, len(rows) // count)][:count])
+    return _take(data, rows[:: max(1, len(rows) // size)][:size])
 
 
 def split_data(data: TaskData, every: int = 10, most: int = 1000) -> tuple[TaskData, TaskData]:
@@ -378,17 +379,16 @@ def _size(data: Sequence[Example] | LabelledImages) -> int:
 
 
 def _take(data: Sequence[Example] | LabelledImages, rows: Sequence[int]) -> TaskData:
-    if isinstance(data, LabelledImages):
-        return data.take(rows)
-    return [data[row] for row in rows]
+    return data.take(rows) if isinstance(data, LabelledImages) else [data[row] for row in rows]
 
 
 def save_pruned(smaller: Run, report: PruneReport, path: str | Path, original: Path) -> None:
     """Write the smaller run with its report; remaining alignment heads get new indices."""
     path = Path(path)
     smaller.save(path)
-    write_json(path / REPORT, report.to_json())
-    kept, attentions = [], smaller.model.attentions()
+    write_json(path / REPORT, asdict(report))
+    heads = []
+    attentions = smaller.model.attentions()
     for layer, index in load_heads(original):
         name = f"decoder.blocks.{layer}.cross"
         if name not in attentions:
@@ -396,6 +396,6 @@ def save_pruned(smaller: Run, report: PruneReport, path: str | Path, original: P
         numbers = attentions[name].head_numbers
         old = sorted({*numbers, *report.removed.get(name, [])})
         if index < len(old) and old[index] in numbers:
-            kept.append((layer, numbers.index(old[index])))
-    if kept:
-        save_heads(path, kept)
+            heads.append((layer, numbers.index(old[index])))
+    if heads:
+        save_heads(path, heads)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,8 +56,6 @@ def _room(recipes: Sequence[Recipe]) -> int:
 
 def _is_installed() -> bool:
     """Whether Ray Tune and its dependencies are installed."""
-    if find_spec("ray") is None:
-        return False
     try:
         import_module("ray.tune")
     except ImportError:
@@ -80,7 +77,10 @@ def run_on_ray(
     with connected(address) as ray:
         if address == "local":  # in a cluster Ray Tune waits for more machines to join
             _require_room(ray.cluster_resources(), cpus, gpus)
-        _require_tune()
+        try:
+            from ray import tune  # noqa: F401  Ray may be installed without the packages that Ray Tune needs
+        except ImportError as error:
+            raise missing_extra("--ray: a sweep", error.name or "Ray Tune", "ray") from None
         sweep, points = open_sweep(points, out, resume, on_ray=True)
         display.say(
             f"Ray Tune trains {plural(len(points), 'run')}, as many at a time as fit, each with "
@@ -105,13 +105,11 @@ def _resources(recipes: Sequence[Recipe]) -> tuple[int, int]:
 def _train(
     sweep: Sweep, points: Sequence[Point], resume: bool, resources: tuple[int, int], log: Sequence[str]
 ) -> list[Any]:
-    """Train the points, as many at a time as fit into the cluster -> the results of Ray Tune.
-
-    Runs have one process by default. Each process gets a processor, and a GPU if the device is cuda.
-    """
+    """Train the points, as many at a time as fit into the cluster -> the results of Ray Tune."""
     from ray import tune
 
-    path, here = sweep.path.resolve(), Path.cwd()
+    path = sweep.path.resolve()
+    here = Path.cwd()
     recipes = [point.recipe.with_train(workers=point.recipe.train.workers or 1) for point in points]
     names = [point.name for point in points]
     variables = {name: value for name, value in os.environ.items() if name.startswith(SINK_VARIABLES)}
@@ -130,7 +128,7 @@ def _train(
             tune.report({"row": json.dumps(train_point(recipe, path / name, resume, reporter))})
 
     # The records of Ray are not needed afterwards. Ray may still write to them until it is shut down.
-    with TemporaryDirectory(ignore_cleanup_errors=True) as storage, Signals() as signals:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as storage, Signals().caught() as signals:
         os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # all signals have our handler
         os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise Ray prints to stdout, even with verbose=0
         trainable = tune.with_resources(trial, dict(zip(("cpu", "gpu"), resources, strict=True)))
@@ -148,14 +146,6 @@ def _train(
             raise
 
 
-def _require_tune() -> None:
-    """Raise UserError if Ray is installed without the packages that Ray Tune needs."""
-    try:
-        from ray import tune  # noqa: F401
-    except ImportError as error:
-        raise missing_extra("--ray: a sweep", error.name or "Ray Tune", "ray") from None
-
-
 def _require_room(resources: Mapping[str, float], cpus: int, gpus: int) -> None:
     """Raise UserError if a run needs more than this machine has: Ray Tune would wait forever."""
     for name, noun, required in (("CPU", "processor", cpus), ("GPU", "GPU", gpus)):
@@ -164,10 +154,7 @@ def _require_room(resources: Mapping[str, float], cpus: int, gpus: int) -> None:
 
 
 def _table_callback(sweep: Sweep, running: set[int]) -> Any:
-    """A callback of Ray Tune that writes the row of each finished trial and tracks the indices of running ones.
-
-    With an address ray://HOST:PORT the callback runs in the cluster and writes to the same file there.
-    """
+    """A callback of Ray Tune that writes the row of each finished trial and tracks the indices of running ones."""
     from ray import tune
 
     class TableCallback(tune.Callback):

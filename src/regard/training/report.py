@@ -15,7 +15,7 @@ from regard.data.reader import MAX_LOCATIONS
 from regard.errors import plural
 
 if TYPE_CHECKING:
-    from rich.live import Live as Display
+    from rich.live import Live as ProgressBar
 
 CLOCK_FIELDS = ("seconds", "tokens_per_second", "examples_per_second")
 REFRESH = 0.25  # seconds between two updates of the live display
@@ -46,21 +46,21 @@ class Reporter:
         """End the display."""
 
 
-class Speed:
-    """Mean loss and tokens per second of the last steps."""
+class Display(Reporter):
+    """Writes to a stream, by default stderr, and measures the mean loss and speed of the last steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
         self._loss: float | None = None
-        self._since: tuple[float, int] | None = None
+        self._since: tuple[float, int] | None = None  # None: exclude the time until the next step
         self._tokens = 0
         self._rate: float | None = None
 
     def loss(self, loss: float, tokens: int) -> None:
-        """Add the loss and the number of tokens of a step."""
         self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
         self._tokens += tokens
 
-    def clock(self, step: int, seconds: float) -> None:
+    def _clock(self, step: int, seconds: float) -> None:
         """Add the time of the run so far; the speed is measured over about the last ten seconds."""
         if self._since is None:  # in a resumed run, the beginning of its first step is not known
             self._since = (0.0, 0) if step == 1 else (seconds, self._tokens)
@@ -71,23 +71,19 @@ class Speed:
         if seconds - began > 10:  # forget the older half
             self._since = (began + seconds) / 2, (before + self._tokens) // 2
 
-    def pause(self) -> None:
-        """Exclude the time from the last step to the next one."""
-        self._since = None
-
-    def parts(self) -> list[str]:
-        """Loss and speed in words, as far as they are known."""
-        loss = [] if self._loss is None else [f"loss {self._loss:.3f}"]
-        return loss if self._rate is None else [*loss, f"{self._rate:,.0f} tokens/s"]
+    def _parts(self, step: int, done: float, seconds: float) -> list[str]:
+        """The line about a step, as far as its numbers are known."""
+        loss = "" if self._loss is None else f"loss {self._loss:.3f}"
+        rate = "" if self._rate is None else f"{self._rate:,.0f} tokens/s"
+        return list(filter(None, [f"step {step:,}", loss, rate, _left(done, seconds)]))
 
 
-class Lines(Reporter):
+class Lines(Display):
     """Prints plain lines, for example to a file: logged events, and progress if they are far apart."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+        super().__init__(stream)
         self._done = self._seconds = 0.0
-        self._speed = Speed()
         self._next: float | None = None  # time of the next line, in seconds of the run
 
     def say(self, text: str) -> None:
@@ -97,38 +93,34 @@ class Lines(Reporter):
 
     def event(self, event: Event) -> None:
         left = _left(self._done, self._seconds)
-        self.say(describe_event(event) + (f" · {left} left" if left and event["event"] == "train" else ""))
+        self.say(describe_event(event) + (f" · {left}" if left and event["event"] == "train" else ""))
         self._next = self._seconds + LINE_EVERY
         if event["event"] == "valid":
-            self._speed.pause()
-
-    def loss(self, loss: float, tokens: int) -> None:
-        self._speed.loss(loss, tokens)
+            self._since = None
 
     def tick(self, step: int, done: float, seconds: float) -> None:
-        self._done, self._seconds = done, seconds
-        self._speed.clock(step, seconds)
+        self._done = done
+        self._seconds = seconds
+        self._clock(step, seconds)
         if self._next is None:
             self._next = FIRST_LINE + (0.0 if step == 1 else seconds)
         if seconds >= self._next:
-            left = _left(done, seconds)
-            self.say(" · ".join([f"step {step:,}", *self._speed.parts(), *([f"{left} left"] if left else [])]))
+            self.say(" · ".join(self._parts(step, done, seconds)))
             self._next = seconds + LINE_EVERY
 
 
-class Live(Reporter):
+class Live(Display):
     """Shows a line with a progress bar and the latest numbers; other messages scroll above it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         from rich.console import Console
         from rich.text import Text
 
-        self._stream = stream or sys.stderr
+        super().__init__(stream)
         self._console = Console(file=self._stream)
         self._text = Text
-        self._display: Display | None = None
+        self._bar: ProgressBar | None = None
         self._updated = 0.0
-        self._speed = Speed()
         self._best = ""
 
     def say(self, text: str) -> None:
@@ -144,34 +136,29 @@ class Live(Reporter):
         if event["event"] == "train":
             return
         if event["event"] == "valid":
-            self._speed.pause()
+            self._since = None
             self._best = "best " + ", ".join(_scores(event)[-1:]) if event["best"] else self._best
         self.say(describe_event(event))
-
-    def loss(self, loss: float, tokens: int) -> None:
-        self._speed.loss(loss, tokens)
 
     def tick(self, step: int, done: float, seconds: float) -> None:
         now = time.monotonic()
         if now - self._updated < REFRESH:
             return
         self._updated = now
-        self._speed.clock(step, seconds)
+        self._clock(step, seconds)
         with _surviving(self._stream):
-            if self._display is None:
-                from rich.live import Live as Display
+            if self._bar is None:
+                from rich.live import Live as ProgressBar
 
-                self._display = Display(console=self._console, auto_refresh=False, transient=True)
-                self._display.start()
-            self._display.update(self._line(step, done, seconds), refresh=True)
+                self._bar = ProgressBar(console=self._console, auto_refresh=False, transient=True)
+                self._bar.start()
+            self._bar.update(self._line(step, done, seconds), refresh=True)
 
     def _line(self, step: int, done: float, seconds: float) -> Any:
         """The line, cut to the width of the terminal."""
-        left = _left(done, seconds)
-        parts = [f"step {step:,}", *self._speed.parts(), f"{left} left" if left else "", self._best]
         room = self._console.width - 1  # a full line would wrap on some terminals
         shown = ""
-        for part in filter(None, parts):
+        for part in filter(None, [*self._parts(step, done, seconds), self._best]):
             longer = f"{shown} · {part}" if shown else part
             shown = longer if len(longer) <= room else shown
         bar = min(BAR, room - len(shown) - 1)
@@ -181,10 +168,10 @@ class Live(Reporter):
         return self._text.assemble(("━" * full, "green"), ("━" * (bar - full), "dim"), f" {shown}", no_wrap=True)
 
     def close(self) -> None:
-        if self._display is not None:
+        if self._bar is not None:
             with _surviving(self._stream):
-                self._display.stop()
-            self._display = None
+                self._bar.stop()
+            self._bar = None
 
 
 @contextmanager
@@ -246,7 +233,7 @@ def format_score(name: str, value: float | None) -> str:
 
 
 def _left(done: float, seconds: float) -> str:
-    return format_duration(seconds / done - seconds) if done > 0.001 else ""
+    return f"{format_duration(seconds / done - seconds)} left" if done > 0.001 else ""
 
 
 def format_duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ error: the others are waiting in a collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -30,7 +30,6 @@ from regard.run import weights_of
 from regard.training.data_parallel import Blueprint, broadcast_weights, distribute, local, shard, whole
 
 MAX_RANKS = 4096  # random seeds of a step are this many numbers apart
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class BatchPart(NamedTuple):
@@ -42,14 +41,11 @@ class BatchPart(NamedTuple):
     weight: float
 
     def halves(self) -> list[BatchPart]:
-        start = self.rows.start
-        stop = self.rows.stop
-        half = (stop - start) // 2
-        parts = ((0, half), (half, stop - start))
-        return [
-            self._replace(rows=slice(start + first, start + end), batch=self.batch.rows(slice(first, end)))
-            for first, end in parts
-        ]
+        half = (self.rows.stop - self.rows.start) // 2
+        middle = self.rows.start + half
+        first = self._replace(rows=slice(self.rows.start, middle), batch=self.batch.rows(slice(0, half)))
+        second = self._replace(rows=slice(middle, self.rows.stop), batch=self.batch.rows(slice(half, None)))
+        return [first, second]
 
 
 @dataclass
@@ -63,10 +59,7 @@ class MemoryFailures:
 
 
 class Stepper:
-    """A model with its objective, its optimizer and, if configured, the moving average of its weights.
-
-    By default the objective is the one that `train` describes.
-    """
+    """A model with its objective, its optimizer and, if configured, the moving average of its weights."""
 
     def __init__(self, model: Model, train: Train, group: ProcessGroup, objective: Objective | None = None) -> None:
         self.model = model
@@ -81,11 +74,12 @@ class Stepper:
                 module.recompute = train.recompute
         # On a CPU only matrix products use bfloat16; their gradients lose nothing when they are sent in it.
         self._matmuls = bf16_matmuls(model) if train.precision == "bf16" and on_cpu else {}
+        self.sharded = group.size > 1 and train.strategy == "fsdp"  # every process has only a shard of the weights
         self._ddp: DistributedDataParallel | None = None
         self._blueprint: Blueprint | None = None  # of a model that is sharded
         if group.size > 1:
             broadcast_weights(model.parameters())
-            if train.strategy == "fsdp":
+            if self.sharded:
                 self._blueprint = Blueprint(model)
                 shard(self.objective, group, bf16=train.precision == "bf16" and not on_cpu, offload=train.offload)
             else:
@@ -95,11 +89,6 @@ class Stepper:
         self._pool = MaskPool(train.seed * MAX_RANKS + group.rank) if on_cpu else None
         use_pool(model, self._pool)
         self.ema = Ema(model, train.ema) if train.ema else None
-
-    @property
-    def sharded(self) -> bool:
-        """Whether every process holds only a shard of the weights."""
-        return self._blueprint is not None
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -115,10 +104,6 @@ class Stepper:
         with swapped_weights(self.model.eval(), weights):
             yield self.model
 
-    def rate(self, step: int, done: float) -> float:
-        """The learning rate of a step, with the share `done` (0 to 1) of the budget used up before it."""
-        return learning_rate(self.train, step, done, self.model.config.top.width)
-
     def backward(self, step: int, shares: Sequence[tuple[Batch, float]]) -> list[float]:
         """Compute the gradients of a step -> [sum of negative log-probabilities, sum of the objective, gradient norm].
 
@@ -128,12 +113,8 @@ class Stepper:
         self.objective.train()
         self.memory_failures = failures = MemoryFailures()
         memory = self.objective.segment_memory
-        pieces = self._split(
-            [
-                BatchPart(index, slice(0, len(batch.label_BT)), batch, weight)
-                for index, (batch, weight) in enumerate(shares)
-            ]
-        )
+        batches = enumerate(shares)
+        pieces = self._split([BatchPart(i, slice(0, len(x.label_BT)), x, weight) for i, (x, weight) in batches])
         while isinstance(sums := self._accumulate(step, pieces), BatchPart):
             pieces = self._without(pieces, sums)
             self.objective.segment_memory = memory
@@ -141,7 +122,9 @@ class Stepper:
             self.objective.segment_memory = None  # it has fewer rows now
         failures.pieces = len(pieces)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True)).to(self.group.device)
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        if self.sharded:
+            norm = whole(norm).to(self.group.device)
         numbers: list[float] = torch.stack((*sums, norm)).double().tolist()  # one host sync for all
         return numbers
 
@@ -206,15 +189,11 @@ class Stepper:
 
     def _split(self, pieces: Sequence[BatchPart]) -> list[BatchPart]:
         """Split pieces until each is smaller than the smallest for which memory ran out, or a single row."""
-        done: list[BatchPart] = []
-        waiting = list(reversed(pieces))
-        while waiting:
-            piece = waiting.pop()
-            if piece.batch.size >= self._too_large and piece.rows.stop - piece.rows.start > 1:
-                waiting += reversed(piece.halves())
-            else:
-                done.append(piece)
-        return done
+        parts: list[BatchPart] = []
+        for piece in pieces:
+            fits = piece.rows.stop - piece.rows.start == 1 or piece.batch.size < self._too_large
+            parts += [piece] if fits else self._split(piece.halves())
+        return parts
 
     def update(self, step: int, rate: float, norm: float) -> bool:
         """Clip the gradient and update the weights -> whether they were updated: not if the norm is not finite."""
@@ -222,7 +201,8 @@ class Stepper:
             return False
         excess = max(1.0, norm / self.train.clip) if self.train.clip else 1.0
         # Fused optimizers divide the gradients by this factor, which saves a pass over all of them.
-        device = local(self._parameters[0]).device  # not the device of the group if weights are offloaded
+        # Weights that are offloaded are not on the device of the group.
+        device = local(self._parameters[0]).device if self.sharded else self.group.device
         self.optimizer.grad_scale = torch.tensor(excess, device=device)  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)
@@ -292,44 +272,8 @@ def learning_rate(train: Train, step: int, done: float, width: int) -> float:
     return train.lr * rising
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The state of the optimizer as tensors named after the parameters."""
-    return {
-        f"{name}:{moment}": optimizer.state[parameter][moment]
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-        for moment in MOMENTS
-    }
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Set the state of the optimizer from `optimizer_tensors`; a missing moment raises KeyError.
-
-    A parameter without moments has had no gradient: it is frozen, or was saved before the first step.
-    """
-    optimizer.state.clear()
-    for name, parameter in model.named_parameters():
-        if not any(f"{name}:{moment}" in tensors for moment in MOMENTS):
-            continue
-        optimizer.state[parameter] = {
-            moment: tensors[f"{name}:{moment}"].to(parameter.device, copy=True) for moment in MOMENTS
-        }
-
-
-def prepare_moments(optimizer: torch.optim.Optimizer, model: nn.Module, names: Collection[str]) -> None:
-    """Give the optimizer zero moments for the parameters that have moments among these names."""
-    optimizer.state.clear()
-    for name, parameter in model.named_parameters():
-        if f"{name}:step" in names:
-            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS if moment != "step"}
-            optimizer.state[parameter] = {**moments, "step": torch.zeros((), device=local(parameter).device)}
-
-
 class Ema:
-    """An exponential moving average of a model's weights, which decays faster in early steps.
-
-    It is updated about thirty times per averaging window, which is as good as in every step and costs less.
-    """
+    """A moving average of weights that decays faster in early steps; about thirty updates per window are enough."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay

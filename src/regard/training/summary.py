@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.data.plain_text import Stream
-from regard.data.prepare import DataFile
+from regard.data.prepare import DataFile, Prepared
 from regard.data.tables import expand
 from regard.decode.engine import generate
 from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis
@@ -21,11 +21,11 @@ from regard.decode.request import Options
 from regard.errors import plural
 from regard.files import replace_file
 from regard.metrics import LOWER_IS_BETTER
-from regard.recipe import Recipe, Train
+from regard.recipe import FILES, Recipe, Train
 from regard.run import Run
 from regard.tasks import TASKS
 from regard.text.codec import Example
-from regard.training.checkpoint import Progress
+from regard.training.checkpoint import Best, Progress
 from regard.training.log import LOG, read_log
 from regard.training.report import format_duration
 
@@ -72,19 +72,13 @@ def write_model_card(
     notes: list[str],
     signatures: Mapping[str, str],
 ) -> None:
-    """Write the model card. Files and runs are named without their directories on this machine.
-
-    `examples` has the numbers of training and validation examples, `notes` the choices made for the data.
-    """
+    """Write the model card; `examples` has the numbers for training and validation. Directories are left out."""
     data, train, task = recipe.data, recipe.train, TASKS[recipe.task]
-    lists = [data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target]
-    entries = [entry for files in lists for entry in files or ()]
+    entries = [entry for name in FILES for entry in getattr(data, name) or ()]
     paths = [*(path for entry in entries for path in {entry: None, **dict.fromkeys(expand(entry))}), train.start_from]
     names = {path: Path(path).name for path in paths if path}
     name = run.resolve().name
-    described = [
-        f"- {role}: `{file.name}`, {file.bytes:,} bytes, SHA-256 `{file.sha256}`" for role, file in files.items()
-    ]
+    hashes = [f"- {role}: `{x.name}`, {x.bytes:,} bytes, SHA-256 `{x.sha256}`" for role, x in files.items()]
     unit = {"text": "character", "images": "image"}.get(task.reads, "example")
     origin = f"starting from `{names[train.start_from]}`" if train.start_from else f"preset `{recipe.preset}`"
     lines = [
@@ -99,7 +93,7 @@ def write_model_card(
         *([f"![learning curve]({CURVE})", ""] if (run / CURVE).exists() else []),
         "## Data",
         "",
-        *(described or [f"- files: {', '.join(f'`{names[path]}`' for path in paths[:-1] if path)}"]),
+        *(hashes or [f"- files: {', '.join(f'`{names[path]}`' for path in paths[:-1] if path)}"]),
         f"- {plural(examples[0], unit)} to train on, {examples[1]:,} to validate",
         *(f"- {_without_directories(note, names)}" for note in notes),
         "",
@@ -130,7 +124,9 @@ def _without_directories(note: str, names: Mapping[str, str]) -> str:
 
 
 def _score_table(progress: Progress, recipe: Recipe, signatures: Mapping[str, str]) -> list[str]:
-    best, metric, beam = progress.best, recipe.train.metric, recipe.train.validate_beam
+    best = progress.best
+    metric = recipe.train.metric
+    beam = recipe.train.validate_beam
     meanings = MEANING | TASK_MEANING.get(recipe.task, {})
     if best is None:
         return ["None: the loss was not a finite number in any validation."]
@@ -159,6 +155,22 @@ UNIGRAM_MARGIN = 0.05  # share by which the loss of a language model must be bel
 # The sample of a text in which tokens are counted.
 SAMPLE_WINDOWS = 64
 SAMPLE_WINDOW_TOKENS = 1 << 14
+
+
+def find_problems(
+    path: Path, recipe: Recipe, prepared: Prepared[Any], best: Best | None, run: Run | None
+) -> Iterator[str]:
+    """Warnings about a poor result; `run` has the saved weights of a model of pairs."""
+    task = TASKS[recipe.task]
+    problems = [still_improving(read_log(path / LOG), recipe.train)]
+    if run is not None:
+        problems.append(judge_outputs(run, prepared.valid_examples, 2 * prepared.valid.target_lengths.longest))
+    if best is not None and task.labels:
+        labels = [example.target for example in prepared.valid_examples] or prepared.valid.labels.tolist()
+        problems.append(at_chance(best.scores["accuracy"], labels))
+    if best is not None and task.reads == "text" and not task.seq2seq:
+        problems.append(no_better_than_frequencies(best.scores["loss"], prepared.train, prepared.valid))
+    return filter(None, problems)
 
 
 def still_improving(events: Sequence[dict[str, Any]], train: Train) -> str | None:
@@ -216,16 +228,11 @@ def at_chance(accuracy: float, labels: Sequence[Any]) -> str | None:
 
 
 def no_better_than_frequencies(loss: float, train: Stream, valid: Stream) -> str | None:
-    """A warning if a model of plain text is hardly better than a unigram model of the training text.
-
-    Its outputs are not checked: greedy outputs of good language models repeat tokens as well.
-    """
+    """A warning if a model of plain text is hardly better than a unigram model of the training text."""
     seen, new = _some_tokens(train), _some_tokens(valid)
     counts = np.bincount(seen, minlength=int(new.max()) + 1) + 1  # so that no token has probability zero
     frequencies = float(-np.log(counts[new] / counts.sum()).mean())
-    if loss < max(
-        (1 - UNIGRAM_MARGIN) * frequencies, UNIGRAM_MARGIN
-    ):  # both losses are zero if a text repeats one token
+    if loss < max((1 - UNIGRAM_MARGIN) * frequencies, UNIGRAM_MARGIN):  # both are zero if a text repeats one token
         return None
     how = f"loss {loss:.2f}, with token frequencies alone {frequencies:.2f}"
     return f"the model predicts hardly better than the frequencies of tokens ({how}); give it more time or data"

@@ -1,11 +1,8 @@
-"""A sweep: one run for each combination of settings, and a table of the results.
-
-This module trains the runs one after the other, `training/ray_tune.py` as trials of Ray Tune. Every run has a
-subdirectory and can be used like any other run.
-"""
+"""A sweep: one run for each combination of settings, trained one after the other, and a table of the results."""
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import tomllib
@@ -22,7 +19,7 @@ from regard.files import read_json, write_json
 from regard.metrics import LOWER_IS_BETTER
 from regard.parallel.ranks import has_launcher
 from regard.recipe import FILES, Recipe, split_setting
-from regard.training.fit import TrainingReport, fit
+from regard.training.fit import fit
 from regard.training.log import with_sinks
 from regard.training.plan import check_model
 from regard.training.report import Reporter, format_score
@@ -104,10 +101,7 @@ class Sweep:
 def make_points(
     sweeps: Sequence[str], make_recipe: Callable[[Sequence[str]], Recipe], sample: int | None = None
 ) -> list[Point]:
-    """All combinations of `key=value,value` settings, or a random sample of this size, by the seed of the recipe.
-
-    `make_recipe` turns settings into a recipe. A mistake in any combination raises UserError.
-    """
+    """All combinations of `key=value,value` settings, or a random sample of this size, by the seed of the recipe."""
     grid: dict[str, list[str]] = {}
     for sweep in sweeps:
         if "=" not in sweep or not sweep.partition("=")[0].strip():
@@ -119,9 +113,7 @@ def make_points(
         if not all(values):
             raise UserError(f"--sweep {sweep}: a value is missing; write them as {key}=value,value")
         grid[key] = values
-    total = 1
-    for values in grid.values():
-        total *= len(values)
+    total = math.prod(map(len, grid.values()))
     if total > MAX_RUNS:
         raise UserError(f"--sweep: {total:,} combinations are too many (at most {MAX_RUNS:,}); leave out some values")
     combinations = [
@@ -166,9 +158,7 @@ def _shown(raw: str) -> str:
 def _check(point: Point) -> None:
     """Report mistakes in a point before the first run begins."""
     if any(STDIN in (getattr(point.recipe.data, name) or ()) for name in FILES):
-        raise UserError(
-            f"--sweep: every run reads the data, but stdin ({STDIN}) can be read once; write it to a file first"
-        )
+        raise UserError(f"--sweep: every run reads the data, but stdin ({STDIN}) can be read once; write it to a file")
     try:
         base = open_base(point.recipe)
         check_model(point.recipe, base and base.config)
@@ -226,9 +216,8 @@ def run_sweep(
             sweep.update(index, **train_point(point.recipe, run, resume, reporter))
         except (SystemExit, KeyboardInterrupt):  # a signal
             sweep.update(index, state="stopped")
-            reporter.say(
-                f"the sweep stopped at run {index + 1} of {len(points)}; continue it by the same command with --resume"
-            )
+            where = f"run {index + 1} of {len(points)}"
+            reporter.say(f"the sweep stopped at {where}; continue it by the same command with --resume")
             raise
     return sweep
 
@@ -236,7 +225,15 @@ def run_sweep(
 def train_point(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> dict[str, Any]:
     """Train a run -> the fields of its row; a failure is one of them."""
     try:
-        return _result(fit(recipe, run, resume, reporter))
+        report = fit(recipe, run, resume, reporter)
+        return {
+            "state": "finished",
+            "metric": report.metric,
+            "value": report.value,
+            "steps": report.progress.step,
+            "seconds": report.progress.seconds,
+            "parameters": report.parameters,
+        }
     except UserError as error:
         problem = str(error)
     except Exception as error:
@@ -245,18 +242,6 @@ def train_point(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> 
         problem = f"not enough memory: {error}"
     reporter.say(f"failed: {problem}")
     return {"state": "failed", "error": problem}
-
-
-def _result(report: TrainingReport) -> dict[str, Any]:
-    progress = report.progress
-    return {
-        "state": "finished",
-        "metric": report.metric,
-        "value": report.value,
-        "steps": progress.step,
-        "seconds": progress.seconds,
-        "parameters": report.parameters,
-    }
 
 
 def describe_sweep(sweep: Sweep) -> str:

@@ -8,23 +8,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
 from regard.errors import UserError
+from regard.metrics import LOWER_IS_BETTER
 from regard.model import Model
 from regard.parallel.ranks import STOP_SIGNALS, ProcessGroup, is_lost_connection
 from regard.run import mean_weights
-from regard.training.checkpoint import Best, CheckpointManager, Progress, Scores, Tensors, Window, better
+from regard.training.checkpoint import Best, CheckpointManager, Progress, Scores, Tensors, Window
 from regard.training.directory import New, Resumed
 from regard.training.log import LOG, Log
-from regard.training.plan import Budget, validation_due
+from regard.training.plan import Budget
 from regard.training.report import Event, Reporter
-from regard.training.step import Stepper
+from regard.training.step import Stepper, learning_rate
 
 CHECKPOINT_SECONDS = 120.0
 SAVING_SHARE = 1 / 20  # maximum share of the time
 MAX_SKIPS = 3  # in a row
+MAX_VALIDATIONS = 40
+MIN_VALIDATIONS = 10  # with a time budget
+VALIDATION_SHARE = 0.1  # maximum share of the time
 
 
 class Stopped(SystemExit):
@@ -39,31 +44,33 @@ class Aborted(SystemExit):
     """A second signal stopped training before it could save."""
 
 
+@dataclass
 class Signals:
     """Records signals for the loop to check between steps. A second signal ends the process immediately.
 
     A process that was `launched` ignores the second signal: it gets one from the scheduler and one from its launcher.
     """
 
-    def __init__(self, launched: bool = False) -> None:
-        self.received = 0
-        self._launched = launched
-        self._raise = False
-        self._old: dict[signal.Signals, Any] = {}
+    launched: bool = False
+    received: int = 0
+    _raise: bool = False
 
-    def __enter__(self) -> Signals:
+    @contextmanager
+    def caught(self) -> Iterator[Signals]:
+        """Handle signals inside the context."""
+        old = {}
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             # nohup ignores SIGHUP, which is respected; shells ignore SIGINT for all background jobs, which is not
             caught = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
-            self._old = {number: signal.signal(number, self._handle) for number in caught}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
+            old = {number: signal.signal(number, self._handle) for number in caught}
+        try:
+            yield self
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received and self._launched:
+        if self.received and self.launched:
             return
         if self.received:
             raise Aborted(128 + number)
@@ -84,10 +91,7 @@ class Signals:
 
 
 class Trainer:
-    """Trains a model and keeps its run directory up to date.
-
-    `validate` returns the loss and the metric of the recipe; all processes call it, with the same result.
-    """
+    """Trains a model and keeps its run directory up to date; all processes get the same result of `validate`."""
 
     def __init__(
         self,
@@ -109,17 +113,14 @@ class Trainer:
         self.progress = setup.progress if isinstance(setup, Resumed) else Progress()
         self.stepper = Stepper(model, self.train, group)
         self.checkpoints = CheckpointManager(setup.path, self.stepper)
-        self._steps_per_epoch = math.ceil(self.loader.batches_in(0) / self.train.accumulate)
+        self._steps_per_epoch = math.ceil(len(self.loader.batches(0)) / self.train.accumulate)
         self._log: Log | None = None  # of the first process
         self._saved_at = self._logged_at = self._began = 0.0
         self._save_seconds: float | None = 0.0  # duration of the last checkpoint and the step after it
         self._unfit_in_a_row = 0  # steps in which no example fits into memory
 
     def run(self, start: Event) -> Progress:
-        """Train to the end; `start` has the facts for the first line of the log.
-
-        The run counts as finished only after `mark_finished` is called.
-        """
+        """Train to the end of the budget; `start` has the facts for the first line of the log."""
         self._restore()
         self._began = time.monotonic() - self.progress.seconds
         if self.group.first:
@@ -158,17 +159,14 @@ class Trainer:
     # Steps
 
     def _step(self) -> int:
-        """Take one step -> the number of a signal to stop, or 0. All processes get the same result.
-
-        The norm is not gathered because all processes have the same gradients.
-        """
+        """Take one step -> the number of a signal to stop, or 0. All processes get the same result."""
         progress = self.progress
         window = progress.window
         batches = self.loader.step(progress.epoch, progress.batch, self.group.rank, self.group.size)
         if batches.begins_epoch:
             self.stepper.objective.segment_memory = None
         step = progress.step + 1
-        rate = self.stepper.rate(step, self._done())
+        rate = learning_rate(self.train, step, self._done(), self.model.config.top.width)
         nll, smoothed, norm = self.stepper.backward(step, batches.shares)
         gathered = self.group.gather_later([nll, smoothed, self._clock(), float(self.signals.received)])
         moved = self.stepper.update(step, rate, norm)
@@ -178,8 +176,9 @@ class Trainer:
         progress.batch += batches.batches
         progress.examples += batches.examples
         progress.tokens += batches.tokens
-        if progress.batch >= self.loader.batches_in(progress.epoch):
-            progress.epoch, progress.batch = progress.epoch + 1, 0
+        if progress.batch >= len(self.loader.batches(progress.epoch)):
+            progress.epoch += 1
+            progress.batch = 0
         nll, smoothed = (sum(row[i] for row in ranks) for i in (0, 1))
         failures = self.stepper.memory_failures  # only a single process goes on after one
         tokens = max(0, batches.tokens - failures.tokens)
@@ -237,7 +236,7 @@ class Trainer:
         progress = self.progress
         numbers: Event = {"examples": progress.examples, "tokens": progress.tokens}
         numbers |= progress.window.means(progress.seconds - self._logged_at)
-        self._event("train", step=progress.step, epoch=self._epochs(), lr=rate, **numbers, seconds=self._rounded())
+        self._event("train", step=progress.step, epoch=self._epochs(), lr=rate, **numbers)
         self._logged_at = progress.seconds
         progress.window = Window()
 
@@ -246,11 +245,8 @@ class Trainer:
     def _clock(self) -> float:
         return time.monotonic() - self._began
 
-    def _rounded(self) -> float:
-        return round(self.progress.seconds, 3)
-
     def _epochs(self) -> float:
-        return self.progress.epoch + self.progress.batch / self.loader.batches_in(self.progress.epoch)
+        return self.progress.epoch + self.progress.batch / len(self.loader.batches(self.progress.epoch))
 
     def _done(self) -> float:
         return self.budget.done(self.progress.step, self._epochs(), self.progress.seconds)[0]
@@ -276,9 +272,8 @@ class Trainer:
     def _validate(self) -> None:
         """Validate the weights (or their moving average) and save; they become the model if they are the best."""
         progress = self.progress
-        weights = None if self.stepper.ema is None else self.stepper.ema.weights
         began = progress.seconds
-        scores = self._scores(weights)
+        scores = self._scores(None if self.stepper.ema is None else self.stepper.ema.weights)
         progress.validated = progress.step
         progress.validated_at = progress.seconds
         progress.validation_seconds += progress.seconds - began
@@ -289,18 +284,14 @@ class Trainer:
             progress.validations_since_best = 0
         else:
             progress.validations_since_best += 1
-        epochs, seconds = self._epochs(), self._rounded()
-        self._event("valid", step=progress.step, epoch=epochs, **scores, best=improved, seconds=seconds)
+        self._event("valid", step=progress.step, epoch=self._epochs(), **scores, best=improved)
         if self.train.average:
             progress.kept = [*progress.kept, progress.step][-self.train.average :]
             self.checkpoints.keep(progress.step)
         self._save()
 
     def _scores(self, weights: Tensors | None) -> Scores:
-        """Validate with these weights; all processes get the same scores and the same time.
-
-        A signal during validation saves the state before it; the resumed run validates again.
-        """
+        """Validate; all processes get the same scores and time. A signal saves the state before the validation."""
         saves_alone = self.group.first and not self.stepper.sharded  # a sharded run is saved by all processes together
         immediate = self.signals.immediate() if saves_alone else nullcontext()
         try:
@@ -330,9 +321,8 @@ class Trainer:
     def _stop(self, number: int) -> NoReturn:
         """Save and raise Stopped."""
         self._save()
-        self.reporter.say(
-            f"{signal.Signals(number).name}: saved at step {self.progress.step:,}; continue with --resume"
-        )
+        name = signal.Signals(number).name
+        self.reporter.say(f"{name}: saved at step {self.progress.step:,}; continue with --resume")
         raise Stopped(number)
 
     def _restore(self) -> None:
@@ -340,7 +330,7 @@ class Trainer:
         progress = self.progress
         if progress.step:
             self.checkpoints.restore(progress.step)
-            self.checkpoints.recover(progress)
+            self.checkpoints.complete(progress)
         progress.finished = None
         self._saved_at = self._logged_at = progress.seconds
         steps = [int(row[0]) for row in self.group.gather([float(progress.step)])]
@@ -359,7 +349,7 @@ class Trainer:
         counts = {"skipped": progress.skipped}
         if progress.memory_failures:
             counts |= {"memory_failures": progress.memory_failures, "unfit": progress.unfit}
-        self._event("end", step=progress.step, reason=reason, **counts, **(best or {}), seconds=self._rounded())
+        self._event("end", step=progress.step, reason=reason, **counts, **(best or {}))
         if self._log is not None:
             progress.log_bytes = self._log.position
 
@@ -375,11 +365,42 @@ class Trainer:
             self.checkpoints.publish(weights)
             value = scores[self.train.metric]
             progress.best = Best(step=progress.step, value=value, scores=scores, averaged=count)
-        self._event("average", checkpoints=count, **scores, best=used, seconds=self._rounded())
+        self._event("average", checkpoints=count, **scores, best=used)
 
     def _event(self, kind: str, **fields: Any) -> None:
         """Write to the log and report."""
         if self._log is not None:
             event = {"event": kind, **fields}
+            if kind not in ("skip", "memory"):
+                event["seconds"] = round(self.progress.seconds, 3)
             self._log.write(event)
             self.reporter.event(event)
+
+
+def validation_due(every: int | None, steps_per_epoch: int, budget: Budget, progress: Progress) -> bool:
+    """Whether to validate now: after `every` steps, by default about once per epoch and at most 40 times in a run.
+
+    With a time budget validation takes at most a tenth of the time and, within that, happens at least ten times.
+    """
+    steps = progress.step - progress.validated
+    seconds = progress.seconds - progress.validated_at
+    if every is not None:
+        return steps >= every
+    if budget.seconds is None:
+        total = min(budget.steps or math.inf, (budget.epochs or math.inf) * steps_per_epoch)
+        return steps >= max(steps_per_epoch, math.ceil(total / MAX_VALIDATIONS))
+    if steps == 0 or progress.validation_seconds > VALIDATION_SHARE * progress.seconds:
+        return False
+    epoch_over = steps >= steps_per_epoch and seconds >= budget.seconds / MAX_VALIDATIONS
+    return epoch_over or seconds >= budget.seconds / MIN_VALIDATIONS
+
+
+def better(metric: str, scores: Scores, best: Best | None) -> bool:
+    """Whether scores are better than the best so far; the loss breaks ties. NaN is never better."""
+    sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
+    value = scores[metric]
+    if value != value:
+        return False
+    if best is None or sign * value > sign * best.value:
+        return True
+    return value == best.value and scores["loss"] < best.scores["loss"]

@@ -1,7 +1,4 @@
-"""Validation: loss and accuracy with teacher forcing, without dropout or smoothing, and for pairs a decoding metric.
-
-Each process computes a part of the batches; all processes get the scores of all of them.
-"""
+"""Validation: loss and accuracy with teacher forcing, without dropout or smoothing, and for pairs a decoding metric."""
 
 from __future__ import annotations
 
@@ -49,28 +46,27 @@ def spread(count: int, most: int) -> Indices:
 def mean_scores(model: Model, batches: Iterable[Batch], group: ProcessGroup) -> Scores:
     """The mean negative log-probability of a label, and the accuracy in percent, over all processes."""
     objective = Objective(model).eval()
-    nll, correct, tokens = 0.0, 0.0, 0.0
+    nll = correct = tokens = 0.0
     for batch in batches:
         for loss in _losses(objective, batch, group.device):
             nll += float(loss.nll)
             correct += float(loss.correct)
         tokens += batch.tokens
-    sums = group.gather([nll, correct, tokens])
-    total = max(1.0, sum(row[2] for row in sums))
-    return {"loss": sum(row[0] for row in sums) / total, "accuracy": 100 * sum(row[1] for row in sums) / total}
+    nll, correct, tokens = map(sum, zip(*group.gather([nll, correct, tokens]), strict=True))
+    return {"loss": nll / max(1.0, tokens), "accuracy": 100 * correct / max(1.0, tokens)}
 
 
 def _losses(objective: Objective, batch: Batch, device: torch.device) -> Iterator[Loss]:
     """The loss of a batch, split into parts if memory runs out."""
-    before, after = objective.segment_memory, []
+    before = objective.segment_memory
+    after = []
 
     def read(rows: slice) -> Loss:
         objective.segment_memory = memory_rows(before, rows)
         loss: Loss = objective(batch.rows(rows).to(device))
         return loss
 
-    count = len(batch.label_BT)
-    for rows, loss in in_parts(read, count):
+    for rows, loss in in_parts(read, len(batch.label_BT)):
         if loss is None:
             size = plural(batch.rows(rows).size, "token")
             raise UserError(f"not enough memory to validate: a single example of {size} does not fit")
@@ -133,8 +129,9 @@ class PairValidation(LabelledValidation):
         return scores
 
     def _decode(self, model: Model) -> list[str]:
-        rank, size = self._group.rank, self._group.size
-        run = Run(model.config, self._codec, model, Path())
+        rank = self._group.rank
+        size = self._group.size
+        run = Run(model.config, self._codec, model, Path(), task_name="pairs")
         mine = [best.text for best, *_ in generate(run, self._examples[rank::size], self._options)]
         texts = [""] * len(self._examples)
         for other, part in enumerate(self._group.gather_json(mine)):

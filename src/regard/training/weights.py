@@ -66,10 +66,7 @@ class WeightMatch(NamedTuple):
 
 
 def match_weights(config: Config, labels: tuple[str, ...], base: Base) -> WeightMatch:
-    """Compare names and shapes; all weights of another shape are listed in one error.
-
-    The classifier is fresh if the labels differ.
-    """
+    """Compare names and shapes; all misfits are in one error. With other labels the classifier is fresh."""
     new_labels = TASKS[infer_task(config)].labels and base.config.labels != labels
     with _open_weights(base.path) as file:
         theirs = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a dict
@@ -144,7 +141,11 @@ def _open_weights(run: Path):  # type: ignore[no-untyped-def]  # the library has
 def select_trained(model: Model, train: Train, fresh: tuple[str, ...]) -> str | None:
     """Add adapters and head gates, and freeze the other weights -> a message, unless everything is trained."""
     total = model.size
-    _check_parts(model, train.parts or ())
+    names = [name for name, _ in model.named_parameters()]
+    for part in train.parts or ():
+        if not any(_within(name, part) for name in names):
+            prefixes = sorted({".".join(name.split(".")[:n]) for name in names for n in range(1, 6)})
+            raise UserError(f"train.parts: the model has no part {part!r}{closest(part, prefixes)}")
     adapters = _add_adapters(model, train) if train.lora else []
     partial = bool(train.lora) or train.parts is not None
     if partial:
@@ -160,14 +161,6 @@ def select_trained(model: Model, train: Train, fresh: tuple[str, ...]) -> str | 
         return None
     layers = f", adapters of rank {train.lora} on {plural(len(adapters) // 2, 'layer')}" if adapters else ""
     return f"trained: {trained:,} parameters; the model has {total:,}{layers}"
-
-
-def _check_parts(model: Model, parts: tuple[str, ...]) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    for part in parts:
-        if not any(_within(name, part) for name in names):
-            prefixes = sorted({".".join(name.split(".")[:n]) for name in names for n in range(1, 6)})
-            raise UserError(f"train.parts: the model has no part {part!r}{closest(part, prefixes)}")
 
 
 def _add_adapters(model: Model, train: Train) -> list[str]:
