@@ -220,9 +220,8 @@ class Recipe(Value):
         yield self.task != "pairs" and parallel, message
         task = TASKS[self.task]
         columns = ("text",) if task.reads == "text" else data.columns
-        names = data.column_names
         message = f"data.column_names must name a column for each of {', '.join(columns)}"
-        yield names is not None and len(names) != len(columns), message
+        yield data.column_names is not None and len(data.column_names) != len(columns), message
         message = f"train.scheduled_sampling: needs a task with a decoder, not {self.task}"
         yield self.train.scheduled_sampling and not task.seq2seq, message
         metric = self.train.metric
@@ -280,7 +279,8 @@ def recipe_summary(name: str) -> str:
 
 def recipe_tables(recipe: str | Path) -> dict[str, Any]:
     """The tables of a TOML file, or of a shipped recipe with this name if there is no such file."""
-    path, names = Path(recipe), recipe_names()
+    path = Path(recipe)
+    names = recipe_names()
     if not path.is_file():
         if str(recipe) in names:
             path = FOLDER / f"{recipe}.toml"
@@ -336,13 +336,12 @@ def setting_names() -> list[str]:
     return ["preset", "task", *(name for table in tables for name in table.model_fields)]
 
 
+STACK_KEYS = [f"{stack}.{name}" for stack in BOTH for name in Stack.model_fields]
+
+
 def setting_keys() -> list[str]:
     """Suggestions for an unknown key of `--set`: bare names, and keys of one stack."""
-    return [*setting_names(), *_keys_of_stacks()]
-
-
-def _keys_of_stacks() -> list[str]:
-    return [f"{stack}.{name}" for stack in BOTH for name in Stack.model_fields]
+    return [*setting_names(), *STACK_KEYS]
 
 
 def _paths(key: str) -> list[list[str]]:
@@ -356,8 +355,9 @@ def _paths(key: str) -> list[list[str]]:
         if parts[0] not in ("model", *SECTIONS):
             raise UserError(f"--set {key}: no such section{closest(parts[0], ['model', *SECTIONS])}")
         if parts[0] == "model" and len(parts) == 2:
-            if parts[1] not in {**Stack.model_fields, **Config.model_fields}:
-                hint = closest(parts[1], [*Stack.model_fields, *Config.model_fields, *_keys_of_stacks()])
+            known = [*Stack.model_fields, *Config.model_fields]
+            if parts[1] not in known:
+                hint = closest(parts[1], [*known, *STACK_KEYS])
                 raise UserError(f"--set {key}: the model has no such key{hint}")
             return _in_both_stacks(parts[1]) if parts[1] in Stack.model_fields else [parts]
         return [parts]

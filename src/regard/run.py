@@ -144,16 +144,13 @@ class Run:
     @classmethod
     def _read(cls, path: Path, device: str | torch.device) -> Self:
         config = read_config(path)
-        with _open(path / WEIGHTS) as file:
+        with open_weights(path / WEIGHTS) as file:
             require_layers(config.model, len(file.keys()), str(path / WEIGHTS))
         model = on_meta(config.model)
         load_weights(model, path / WEIGHTS, device)
-        rows = (config.model.source_vocab, config.model.target_vocab)
-        for side, size, most in zip(("source", "target"), config.text.sizes or (), rows, strict=False):
-            _require_rows(path, side, size, most)
+        _require_rows(path, config.model, config.text.sizes or ())
         codec = Codec.load(path, config.text)
-        _require_rows(path, "source", codec.source_vocab, rows[0])
-        _require_rows(path, "target", codec.target_vocab, rows[1])
+        _require_rows(path, config.model, (codec.source_vocab, codec.target_vocab))
         about = (config.labels, config.pixels, config.task, config.generation)
         return cls(config.model, codec, model.eval(), path, *about)
 
@@ -209,9 +206,12 @@ def accept_run(path: Path) -> str:
     return "\n  ".join([f"{path}: its files are accepted as they are", *changes])
 
 
-def _require_rows(path: Path, side: str, tokens: int, rows: int) -> None:
-    if tokens > rows:
-        raise UserError(f"{path}: its {side} tokenizer has {tokens} tokens, its model {rows} ({side}_vocab)")
+def _require_rows(path: Path, model: Config, sizes: Sequence[int]) -> None:
+    """Raise UserError if a tokenizer has more tokens than the model."""
+    for side, tokens in zip(("source", "target"), sizes, strict=False):
+        rows = getattr(model, f"{side}_vocab")
+        if tokens > rows:
+            raise UserError(f"{path}: its {side} tokenizer has {tokens} tokens, its model {rows} ({side}_vocab)")
 
 
 def _describe(stack: Stack) -> str:
@@ -240,10 +240,8 @@ def read_config(path: Path) -> RunConfig:
         number = data.get("format") if isinstance(data, dict) else None
         raise UserError(f"{path / CONFIG}: format {number!r} is not {FORMAT}, the one this version reads")
     config = parse(RunConfig, data, str(path / CONFIG))
-    if config.task is not None:
-        return config
-    task = infer_task(config.model)
-    if task == "pairs":  # or span, whose models look alike
+    task = config.task or infer_task(config.model)
+    if config.task is None and task == "pairs":  # or span, whose models look alike
         with suppress(UserError):
             task = saved_recipe(path).task
     return config.model_copy(update={"task": task})
@@ -298,12 +296,12 @@ def require_layers(config: Config, tensors: int, where: str) -> None:
     """Raise UserError for a config with more layers than tensors, before any layers are created."""
     layers = sum(stack.layers for stack in config.stacks.values())
     if layers > tensors:
-        message = f"missing: layers, of which config.json says {layers}, for there are {tensors} tensors"
+        message = f"missing: config.json has {layers} layers, the file only {tensors} tensors"
         raise UserError(f"{where}: weights do not fit config.json\n  {message}")
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def open_weights(path: Path) -> Iterator[Any]:
     """A file of weights."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; the run has no weights yet")
@@ -316,7 +314,7 @@ def _open(path: Path) -> Iterator[Any]:
 
 def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -> None:
     """Load weights; missing, extra and misshapen names are reported together, before a meta model is allocated."""
-    with _open(path) as file:
+    with open_weights(path) as file:
         names = file.keys()
         stored = {name: list(file.get_slice(name).get_shape()) for name in names}
         require_shapes(stored, {name: list(x.shape) for name, x in weights_of(model).items()}, str(path))
@@ -344,14 +342,12 @@ def require_shapes(
 def mean_weights(sets: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The mean of several sets of weights, summed in double precision."""
     total: dict[str, Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
     count = 0
     for weights in sets:
         count += 1
         for name, x in weights.items():
-            dtypes[name] = x.dtype
             total[name] = total[name] + x.double() if name in total else x.double()
-    return {name: (x / count).to(dtypes[name]) for name, x in total.items()}
+    return {name: (x / count).to(weights[name].dtype) for name, x in total.items()}
 
 
 def require_numbers(run: Run) -> None:

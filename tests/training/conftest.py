@@ -21,7 +21,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("regard.training.fit.draw_curve", lambda run, metric: None)
+    monkeypatch.setattr("regard.training.summary.draw_curve", lambda run, metric: None)
     yield
     torch.set_num_threads(threads)
 

@@ -35,11 +35,9 @@ class CollectingReporter(Reporter):
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Little runs to start from: one that predicts masked tokens, one language model, one of images."""
-    import regard.training.fit
-
     path = tmp_path_factory.mktemp("bases")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regard.training.fit, "draw_curve", lambda run, metric: None)
+        patch.setattr("regard.training.summary.draw_curve", lambda run, metric: None)
         for task in ("masked", "lm", "image"):
             train(tables(task, path, steps=20), path / task)
     return path

@@ -18,13 +18,13 @@ from regard.presets import PRESETS, preset
 from regard.recipe import Train
 from regard.run import mean_weights, weights_of
 from regard.training.checkpoint import optimizer_tensors, restore_optimizer
+from regard.training.fit import unused_settings
 from regard.training.step import (
     Ema,
     Stepper,
     learning_rate,
     make_optimizer,
     swapped_weights,
-    unused_settings,
 )
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32}

@@ -10,10 +10,11 @@ import typer
 
 from regard.cli.options import Set, field_options, with_options
 from regard.cli.output import message, print_table
+from regard.config import parse
 from regard.errors import UserError
 from regard.parallel.ray_cluster import NoCluster
 from regard.presets import changed_recipe
-from regard.recipe import Data, Recipe, Text, Train, load_recipe
+from regard.recipe import Data, Recipe, Text, Train
 from regard.training.fit import fit
 from regard.training.log import with_sinks
 from regard.training.ray_tune import choose_cluster, run_on_ray
@@ -85,9 +86,11 @@ def command(
     def make_recipe(more: Sequence[str] = ()) -> Recipe:
         tables = changed_recipe(recipe, options, [*(settings or []), *more])
         changed = f"{recipe} and the command line" if options or settings or more else recipe
-        return load_recipe(tables, "command line" if recipe is None else str(changed))
+        return parse(Recipe, tables, "command line" if recipe is None else str(changed))
 
-    reporter = with_sinks(make_reporter(), log or [], Path(out))  # wrong names fail before training
+    reporter = make_reporter()
+    if log:
+        reporter = with_sinks(reporter, log, Path(out))  # wrong names fail before training
     if sweep:
         points = make_points(sweep, make_recipe, sweep_random)
         result = None

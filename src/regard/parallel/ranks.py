@@ -35,9 +35,6 @@ RESUME = "the last checkpoint is safe, go on with --resume"
 T = TypeVar("T")
 
 
-# The process group
-
-
 class ProcessGroup:
     """The rank of this process in a group of `size`. In a group of one, every collective is the identity."""
 
@@ -103,7 +100,8 @@ class ProcessGroup:
 
     def run_in_first(self, work: Callable[[], T]) -> T | None:
         """Run `work` in rank 0 -> its result there, None elsewhere. After a UserError the other ranks exit with 2."""
-        result, problem = None, None
+        result = None
+        problem = None
         if self.first:
             try:
                 result = work()
@@ -160,9 +158,6 @@ def is_lost_connection(error: RuntimeError) -> bool:
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo raises RuntimeError itself
-
-
-# Ranks started by torchrun
 
 
 def has_launcher() -> bool:
@@ -231,9 +226,8 @@ def join_group(device: torch.device, offload: bool = False) -> ProcessGroup:
 def launcher_store() -> Any:
     """The store of the launcher, with a key prefix for this attempt.
 
-    torchrun uses one store for all attempts, and torch 2.13 does not separate them: a restarted process would find the
-    address of a dead one and wait for it. Launchers on several machines count attempts independently, so they cannot
-    use the prefix (see `restart_problem`).
+    Without it a restarted process would find the address of a dead one and wait for it. Launchers on several machines
+    count attempts independently, so they cannot use the prefix (see `restart_problem`).
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
@@ -267,9 +261,6 @@ def launched_group(request: str, offload: bool) -> Iterator[tuple[ProcessGroup, 
         yield group, Launch.of(group)
 
 
-# Ranks started by the first one
-
-
 def start_template(modules: list[str]) -> Template:
     """Start the process that local ranks are forked from."""
     return Template(settings={"modules": modules}, name="the template of training processes")
@@ -279,11 +270,7 @@ def start_template(modules: list[str]) -> Template:
 def local_group(
     work: str, settings: dict[str, Any], size: int, device: torch.device, offload: bool = False
 ) -> Iterator[ProcessGroup]:
-    """Start the ranks above 0 on this machine and form a group with them. Leaving the context ends them.
-
-    Every rank runs `work` ("module:function"), which must call `join_local_group`. If a rank dies, ChildDied is raised
-    with its exit status and the last lines of its stderr.
-    """
+    """Start the other ranks here and form a group; each runs `work` (module:function) with `join_local_group`."""
     with ExitStack() as stack:
         store = (
             stack.enter_context(tempfile.TemporaryDirectory(prefix="regard-", ignore_cleanup_errors=True)) + "/store"
@@ -335,11 +322,7 @@ def _describe_failure(child: Child) -> str:
 
 @contextmanager
 def _continue_on_signals(children: Sequence[Child]) -> Iterator[None]:
-    """When this process gets a signal to stop, send SIGCONT to ranks that were suspended (SIGSTOP).
-
-    This process may be waiting for them in a collective, where Python cannot run signal handlers. So a thread watches
-    for the signals.
-    """
+    """After a signal, continue suspended ranks. A thread watches, because collectives block signal handlers."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCONT"):
         yield
         return

@@ -1,9 +1,7 @@
 """Checkpoints: everything needed to resume, one directory per saved step, written atomically and without pickle.
 
-The order of writing makes a kill at any moment harmless. The checkpoint, which names the best step so far, is written
-first, then model.safetensors; then older checkpoints are removed. So the best weights are in model.safetensors, or in
-the last checkpoint, from which they are published when the run is resumed. With train.strategy=fsdp a checkpoint has a
-file per process instead of one per group of tensors; any number of processes can read them.
+A checkpoint is written before model.safetensors and before older ones are removed, so a kill at any moment is harmless:
+the best weights are in model.safetensors, or in the last checkpoint, from which a resumed run publishes them.
 """
 
 from __future__ import annotations

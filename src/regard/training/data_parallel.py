@@ -1,11 +1,7 @@
 """Data-parallel training: DDP (every process has all weights) and FSDP2 (every process has a shard of them).
 
-Both sum gradients over the processes without dividing: the loss is already divided by the tokens of all processes.
-With FSDP2 the layers of a Transformer are gathered one by one while they are used; all other weights are gathered for
-the whole step. Its checkpoints are written by all processes through torch.distributed.checkpoint, each its shards, as
-safetensors, and can be read by any number of processes.
-
-torch's libraries for FSDP2 and its checkpoints take a second to import, so they are imported inside functions.
+Both sum gradients over the processes: the loss is already divided by the tokens of all processes. Libraries for FSDP2
+and its checkpoints, which any number of processes can read, take a second to import: inside functions.
 """
 
 from __future__ import annotations
@@ -33,14 +29,10 @@ from regard.run import weights_of
 Tensors = dict[str, Tensor]
 
 
-@torch.no_grad()
 def broadcast_weights(parameters: Iterable[nn.Parameter]) -> None:
     """Copy the weights of rank 0 to all processes, one at a time to save memory."""
     for parameter in parameters:
         dist.broadcast(parameter.detach(), 0)
-
-
-# DDP
 
 
 def distribute(module: nn.Module, bf16: bool) -> DistributedDataParallel:
@@ -84,15 +76,8 @@ class _WithUnusedParameter(nn.Module):
         return self.module(*inputs)
 
 
-# FSDP2
-
-
 def shard(objective: Objective, group: ProcessGroup, *, bf16: bool, offload: bool) -> None:
-    """Distribute the weights of an objective's model over the processes of a group, in place.
-
-    With `bf16`, layers compute with weights rounded to bfloat16, and gradients are summed in fp32. With `offload`,
-    shards and moments are kept in CPU memory.
-    """
+    """Distribute the weights of an objective's model over a group, in place; offloaded shards are in CPU memory."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -165,9 +150,6 @@ class Blueprint:
         for name, x in weights_of(model).items():
             x.copy_(whole(weights[name]))
         return model
-
-
-# Sharded checkpoints
 
 
 def save_shards(tensors: Tensors, path: Path) -> None:

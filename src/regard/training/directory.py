@@ -42,9 +42,6 @@ STATE = (DATA, UNCUT, FRESH, "step-*", "weights-*.safetensors")
 WRITTEN_BEFORE_CONFIG = {RECIPE, MANIFEST, f"{TRAINING}/{DATA}", f"{TRAINING}/{FRESH}", *TOKENIZERS}
 
 
-# A run that is set up
-
-
 @dataclass(frozen=True)
 class _Setup:
     path: Path
@@ -128,10 +125,8 @@ def is_finished(progress: Progress, recipe: Recipe) -> bool:
 def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Reporter, launched: int) -> Setup:
     """Open an existing run to continue it with the requested budget and the number of processes that are `launched`."""
     if not is_prepared(path / TRAINING / DATA):
-        raise UserError(
-            f"{path}: cannot be resumed because its prepared data is missing ({TRAINING}/{DATA}); "
-            f"train it further with --from {path} --out NEW"
-        )
+        reason = f"its prepared data is missing ({TRAINING}/{DATA}); train it further with --from {path} --out NEW"
+        raise UserError(f"{path}: cannot be resumed because {reason}")
     saved = saved_recipe(path)
     require_saved(path, (CONFIG, RECIPE, *TOKENIZERS))
     recipe = resumed_recipe(requested, saved, path)
@@ -140,10 +135,8 @@ def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Re
     if workers != before:
         if workers > 1 and read_config(path).model.has_memory:
             raise UserError("train.workers: a model with segment memory is trained by one process")
-        reporter.say(
-            f"processes: {workers}, {before} before; the examples of a step stay the same, random numbers (dropout) "
-            "do not"
-        )
+        effect = "the examples of a step stay the same, random numbers (dropout) do not"
+        reporter.say(f"processes: {workers}, {before} before; {effect}")
         recipe = recipe.with_train(workers=workers)
     progress = Checkpoints(path).progress()
     if progress is None or not is_finished(progress, recipe):
@@ -158,14 +151,12 @@ def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Re
     return _open(path, recipe, progress)
 
 
-# The directory
-
-
 @contextmanager
 def claim_run(path: Path) -> Iterator[bool]:
     """Become the only writer of a run directory -> whether its file system has locks."""
     require_ours(path)
-    with _removed_if_empty(path):
+    missing = [directory for directory in (path / TRAINING, path, *path.parents) if not directory.exists()]
+    try:
         try:
             (path / TRAINING).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -174,14 +165,6 @@ def claim_run(path: Path) -> Iterator[bool]:
             if is_run(path) or stopped_in_setup(path):
                 Checkpoints(path).remove_temporary()
             yield locked
-
-
-@contextmanager
-def _removed_if_empty(path: Path) -> Iterator[None]:
-    """If an error occurs, remove the new directories of the run that are still empty."""
-    missing = [directory for directory in (path / TRAINING, path, *path.parents) if not directory.exists()]
-    try:
-        yield
     except BaseException:
         with suppress(OSError):  # not empty
             for directory in missing:
@@ -271,17 +254,15 @@ def resumed_recipe(requested: Recipe, saved: Recipe, run: Path) -> Recipe:
             of_preset = key.startswith("model.") and key not in then
             changed.append(f"{key}: now {value!r}, then {'as in the preset' if of_preset else repr(then.get(key))}")
     if changed:
-        raise UserError(
-            f"{run}: cannot resume with a changed recipe (only minutes, steps, epochs and workers may change)\n  "
-            + "\n  ".join(changed)
-            + "\n  leave these out, or start a new run with another --out"
-        )
+        rule = "cannot resume with a changed recipe (only minutes, steps, epochs and workers may change)"
+        lines = [f"{run}: {rule}", *changed, "leave these out, or start a new run with another --out"]
+        raise UserError("\n  ".join(lines))
     changes = requested.train.model_dump(include=set(BUDGET))
     if all(value is None for value in changes.values()):
         changes = {}
     if requested.train.workers:
         changes["workers"] = requested.train.workers
-    return saved.with_train(**changes) if changes else saved
+    return saved.with_train(**changes)
 
 
 def _flat(tables: dict[str, Any], before: str = "") -> dict[str, Any]:

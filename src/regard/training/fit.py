@@ -15,13 +15,14 @@ from regard.decode.alignment import choose_heads, save_heads
 from regard.device import tune_allocator
 from regard.errors import UserError, plural
 from regard.inspect.prune import prune_closed_gates
-from regard.model import on_meta
+from regard.model import Model, on_meta
+from regard.nn.transformer import Transformer
 from regard.notebook import table
 from regard.parallel import ranks
 from regard.parallel.cores import cores
 from regard.parallel.messages import Channel
 from regard.parallel.ranks import Launch, ProcessGroup, join_local_group, launched_group, local_group
-from regard.recipe import Recipe
+from regard.recipe import Recipe, Train
 from regard.run import Generation, Run, saved_recipe
 from regard.tasks import TASKS
 from regard.training import directory
@@ -29,8 +30,7 @@ from regard.training.checkpoint import TRAINING, Progress
 from regard.training.directory import DATA, UNCUT, Finished, New, Resumed, Setup
 from regard.training.plan import check_model, plan_run
 from regard.training.report import Reporter, format_score, make_reporter
-from regard.training.step import unused_settings
-from regard.training.summary import draw_curve, find_problems, write_model_card
+from regard.training.summary import find_problems, write_model_card
 from regard.training.trainer import Signals, Trainer
 from regard.training.validation import Validation, make_validation
 from regard.training.weights import check_weights, make_model, open_base, select_trained
@@ -77,12 +77,7 @@ def fit(
     reporter: Reporter | None = None,
     memory: Mapping[str, InMemory] = NOTHING,
 ) -> TrainingReport:
-    """Train a recipe and write a run directory; with `resume`, continue the run that is in it.
-
-    `memory` has the data of a recipe that refers to data in memory.
-    Raises UserError for mistakes. On SIGTERM, SIGINT or SIGHUP it saves and raises Stopped, a SystemExit with 128 +
-    signal.
-    """
+    """Train a recipe, or with `resume` the run in the directory; a signal saves and raises Stopped (128 + signal)."""
     if not str(out):  # as a path it would be the current directory
         raise UserError("--out: is empty; name the directory for the run")
     reporter = reporter or make_reporter()
@@ -211,6 +206,19 @@ def _train(setup: New | Resumed, group: ProcessGroup, reporter: Reporter) -> Tra
     return report
 
 
+def unused_settings(model: Model, train: Train, group: ProcessGroup) -> list[str]:
+    """Memory settings that have no effect here, each with the reason."""
+    fsdp = train.strategy == "fsdp"
+    unused = []
+    if fsdp and group.size == 1:
+        unused.append("train.strategy=fsdp: has no effect with one process; use several (--workers, torchrun)")
+    if train.offload and not (fsdp and group.size > 1 and group.device.type == "cuda"):
+        unused.append("train.offload: has an effect only with fsdp on several GPUs")
+    if train.recompute and not any(isinstance(module, Transformer) for module in model.modules()):
+        unused.append("train.recompute: has no effect on the layers of this model")
+    return unused
+
+
 def _finish(
     report: TrainingReport, recipe: Recipe, prepared: Prepared[Any], validation: Validation, reporter: Reporter
 ) -> None:
@@ -218,7 +226,6 @@ def _finish(
     path = report.path
     train = recipe.train
     reporter.close()
-    draw_curve(path, train.metric)
     write_model_card(
         path,
         recipe,

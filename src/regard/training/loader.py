@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from regard.data.prepare import Prepared, sources
 from regard.data.store import Corpus
 from regard.errors import UserError, plural
 from regard.recipe import Recipe, Train
-from regard.tasks import TASKS, Reads
+from regard.tasks import TASKS
 
 BATCH_IMAGES = 64  # default batch size
 
@@ -36,20 +35,15 @@ class StepBatches(NamedTuple):
 
 
 class DataLoader:
-    """Training data as a sequence of steps.
-
-    `cut` returns the batches of an epoch as indices of examples. It is a pure function of (seed, epoch). `make` turns
-    batch number k of an epoch into a GlobalBatch: make(epoch, k, indices). `locate` returns the location of an example
-    in the data. `examples` is the number of examples in an epoch.
-    """
+    """Training data as a sequence of steps."""
 
     def __init__(
         self,
         train: Train,
-        examples: int,
-        cut: Callable[[int], Sequence[Indices]],
-        make: Callable[[int, int, Indices], GlobalBatch],
-        locate: Callable[[int], str],
+        examples: int,  # in an epoch
+        cut: Callable[[int], Sequence[Indices]],  # epoch -> batches of examples, a pure function of (seed, epoch)
+        make: Callable[[int, int, Indices], GlobalBatch],  # (epoch, number of the batch, its examples)
+        locate: Callable[[int], str],  # example -> its location in the data
     ) -> None:
         self.examples = examples
         self._train = train
@@ -102,9 +96,9 @@ def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config) ->
         return Batches(*lengths, train.seed, epoch, *budget, sizes=corpus.corpora, shares=shares)
 
     def locate(row: int) -> str:
-        line, tokens = corpus.line(row), f"{len(corpus.source(row)):,} and {len(corpus.target(row)):,}"
+        line = corpus.line(row)
         where = f"example {row + 1:,} of {source.name}" if line is None else source.location(line)
-        return f"{where} ({tokens} tokens)"
+        return f"{where} ({len(corpus.source(row)):,} and {len(corpus.target(row)):,} tokens)"
 
     return DataLoader(train, len(corpus), cut, make, locate)
 
@@ -165,11 +159,9 @@ def chunks(indices: Indices, size: int) -> list[Indices]:
     return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
-LOADERS: Mapping[Reads, Callable[[Recipe, Prepared[Any], Config], DataLoader]] = MappingProxyType(
-    {"pairs": corpus_loader, "labelled": corpus_loader, "text": text_loader, "images": image_loader}
-)
-
-
 def make_loader(recipe: Recipe, prepared: Prepared[Any], config: Config) -> DataLoader:
     """The data loader for the task of a recipe."""
-    return LOADERS[TASKS[recipe.task].reads](recipe, prepared, config)
+    reads = TASKS[recipe.task].reads
+    if reads == "text":
+        return text_loader(recipe, prepared, config)
+    return (image_loader if reads == "images" else corpus_loader)(recipe, prepared, config)

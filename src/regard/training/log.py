@@ -71,11 +71,11 @@ def read_log(path: Path) -> list[Event]:
     return [event for event in events if isinstance(event, dict)]
 
 
-# Sinks
-
-
 class Sink(Reporter, ABC):
-    """Sends every event of the log to a library, from its first line on, also if the run began without the sink."""
+    """Sends every event of the log to a library, from its first line on, also if the run began without the sink.
+
+    `start` begins a run of the library, `facts` and `numbers` record events, `finish` closes the run.
+    """
 
     name: str
     package: str
@@ -111,20 +111,16 @@ class Sink(Reporter, ABC):
             self.numbers(numbers, self._step)
 
     @abstractmethod
-    def start(self, library: Any) -> None:
-        """Begin a run of the library."""
+    def start(self, library: Any) -> None: ...
 
     @abstractmethod
-    def facts(self, facts: Mapping[str, Any]) -> None:
-        """Record the facts of the start event."""
+    def facts(self, facts: Mapping[str, Any]) -> None: ...
 
     @abstractmethod
-    def numbers(self, numbers: Mapping[str, float], step: int) -> None:
-        """Record the numbers of an event."""
+    def numbers(self, numbers: Mapping[str, float], step: int) -> None: ...
 
     @abstractmethod
-    def finish(self) -> None:
-        """Close the run of the library."""
+    def finish(self) -> None: ...
 
 
 def numbers_of(event: Event) -> dict[str, float]:

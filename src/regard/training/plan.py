@@ -24,7 +24,7 @@ from regard.parallel.ranks import ProcessGroup
 from regard.presets import PRESETS, merge, preset, refuse_unused, with_changes
 from regard.recipe import Recipe, Train
 from regard.run import RunConfig
-from regard.tasks import TASKS, Task
+from regard.tasks import TASKS, Task, infer_task
 from regard.training.loader import DataLoader, make_loader
 from regard.training.report import Reporter
 from regard.training.step import Stepper
@@ -111,7 +111,7 @@ def _needs(recipe: Recipe, start: Config | None, prepared: Prepared[Any] | None)
     if task.name == "span" and first_sentinel(codec, start) is None:
         vocab = SENTINELS + max(codec.source_vocab, 0 if start is None else start.source_vocab)
         needs |= {"source_vocab": vocab, "target_vocab": vocab}
-    if task.reads == "images" and (start is None or start.patches is None):
+    if task.reads == "images" and (start is None or infer_task(start) != "image"):
         channels, height, width = prepared.train.shape
         size = patch_size(height, width)
         needs["patches"] = {"height": height, "width": width, "channels": channels, "size": size}
@@ -157,15 +157,13 @@ def _check_fit(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> None:
     task = TASKS[recipe.task]
     name = _name(recipe)
     images = task.reads == "images"
-    if (config.patches is not None) != images:
+    if (infer_task(config) == "image") != images:
         raise UserError(f"{name}: {'images need a model with patches' if images else 'reads images'}")
     if task.name == "masked" and not config.predicts_tokens:
         raise UserError(f"{name}: task masked needs a model that predicts tokens; add --set output=tokens")
     if config.share_embeddings and not prepared.codec.one_vocabulary:
-        raise UserError(
-            f"{name}: share_embeddings needs one vocabulary for both sides, but there are two; "
-            "add --set text.shared=true, or --set share_embeddings=false"
-        )
+        advice = "add --set text.shared=true, or --set share_embeddings=false"
+        raise UserError(f"{name}: share_embeddings needs one vocabulary for both sides, but there are two; {advice}")
     lengths = _lengths(recipe, prepared)
     for side, stack in config.stacks.items():
         limit = stack.max_positions
@@ -245,9 +243,6 @@ class Budget(NamedTuple):
         return min(1.0, part), name
 
 
-# Settings that do not depend on the model
-
-
 def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.device, reporter: Reporter) -> Recipe:
     """Fill in open settings that need no model: device, budget, precision, metric, tokens, batch."""
     task = TASKS[recipe.task]
@@ -286,9 +281,6 @@ def _batch_size(task: Task, prepared: Prepared[Any]) -> Table:
     return {"batch_tokens": BATCH_TOKENS}
 
 
-# The plan
-
-
 class Plan(NamedTuple):
     """A model and how it is trained within the budget."""
 
@@ -312,11 +304,7 @@ def plan_run(
     launched: int,
     reporter: Reporter,
 ) -> Plan:
-    """Fill in the open settings of a recipe to fit the data and the budget, and report them.
-
-    Of the presets of the task, the largest is taken for which there is enough data and time. `launched` is the number
-    of processes that a launcher has started.
-    """
+    """Fill in the open settings: of the presets, the largest with enough data and time. `launched` counts processes."""
     given = recipe.train
     recipe = complete_recipe(recipe, prepared, device, reporter)
     names = [recipe.preset]
@@ -428,15 +416,13 @@ def describe_plan(plan: Plan, given: Train) -> list[str]:
     about = "" if plan.seconds is None else "about "
     batch = plural(train.batch_examples, "example") if train.batch_examples else plural(train.batch_tokens, "token")
     epochs = plural(plan.epochs, "epoch", ".2g" if plan.epochs < 10 else ",.0f")
-    lines = [
-        f"plan: {about}{plural(plan.steps, 'step')} of {batch}, {epochs}; learning rate {train.lr:g}, "
-        f"warm-up {train.warmup}" + (f", moving average {train.ema:g}" if train.ema else "")
-    ]
+    steps = f"{about}{plural(plan.steps, 'step')}"
+    ema = f", moving average {train.ema:g}" if train.ema else ""
+    rates = f"learning rate {train.lr:g}, warm-up {train.warmup}{ema}"
+    lines = [f"plan: {steps} of {batch}, {epochs}; {rates}"]
     if train.warmup >= plan.steps / 2 and "warmup" in given.model_fields_set:
-        lines.append(
-            f"warning: train.warmup is {train.warmup:,} of {about}{plural(plan.steps, 'step')}, so the learning rate "
-            "hardly reaches its peak; without this setting the warm-up is planned"
-        )
+        effect = "the learning rate hardly reaches its peak; without this setting the warm-up is planned"
+        lines.append(f"warning: train.warmup is {train.warmup:,} of {steps}, so {effect}")
     examples = plan.loader.examples
     needed = max(FEW_STEPS / plan.steps, min(examples, FEW_EXAMPLES) / (plan.epochs * examples))
     if needed > 1:

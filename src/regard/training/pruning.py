@@ -68,9 +68,6 @@ TUNE_TOKENS = 4096
 TUNE_EXAMPLES = 64
 
 
-# Short trainings
-
-
 class Distillation(Objective):
     """The smoothed loss plus the divergence from the predictions of a teacher."""
 
@@ -126,11 +123,7 @@ def tune(
     lr: float = LR,
     seed: int = 1,
 ) -> list[float]:
-    """Train for some steps -> the loss per token of each step. Afterwards the model is in eval mode.
-
-    With a teacher the model also learns the distribution that the teacher predicts. The result is a moving average of
-    the weights: the best of several according to `judge` (lower is better), or the last one.
-    """
+    """Train a model, with a teacher by distillation -> losses. The best moving average by `judge` (lowest) is kept."""
     warmup = max(1, steps // 10)
     train = Train(lr=lr, schedule="cosine", warmup=warmup, label_smoothing=SMOOTHING, ema=EMA, seed=seed)
     objective = None if teacher is None else Distillation(model, SMOOTHING, teacher)
@@ -158,11 +151,7 @@ def tune(
 def learn_gates(
     model: Model, batches: Sequence[Batch], steps: int, *, cost: float = GATE_COST, lr: float = LR, seed: int = 1
 ) -> dict[HeadKey, float]:
-    """Train a model with head gates for some steps -> the log-odds of every head. Afterwards the gates are removed.
-
-    `cost` is the penalty on all heads together, in loss per token. The weights of the model change: it learns to work
-    without the heads whose gates close.
-    """
+    """Train a model with head gates, which together cost `cost` per token -> the log-odds of every head; gates go."""
     add_gates(model)
     gates = head_gates(model)
     train = Train(
@@ -192,9 +181,6 @@ def shuffled_data(run: Run, data: TaskData) -> Iterator[Batch]:
     for epoch in count():
         for rows in Batches(lengths[0], lengths[1], 1, epoch, TUNE_TOKENS, TUNE_EXAMPLES):
             yield collate([pairs[i][0] for i in rows], [pairs[i][1] for i in rows], run.config)
-
-
-# Pruning
 
 
 @dataclass(frozen=True)
@@ -301,10 +287,10 @@ def take_snapshot(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapsho
         names = [name for name in default_metrics(run, [e.target or "" for e in data]) if name != "perplexity"]
         scores = evaluate(run, data, Options(), names, samples=0).metrics
         metrics = {name: value.score for name, value in scores.items()}
+    elif run.task.labels:
+        metrics = {"accuracy": mean_scores(run.model, batches, ProcessGroup(device=run.model.device))["accuracy"]}
     else:
         metrics = {"perplexity": math.exp(min(loss, 700.0))}
-        if run.task.labels:
-            metrics = {"accuracy": mean_scores(run.model, batches, ProcessGroup(device=run.model.device))["accuracy"]}
     return Snapshot(count_heads(run.model), run.model.size, loss, metrics)
 
 

@@ -31,11 +31,7 @@ SINK_VARIABLES = ("MLFLOW_", "WANDB_")  # prefixes of environment variables that
 
 
 def choose_cluster(points: Sequence[Point], requested: str | None, out: str | Path) -> str | None:
-    """The address of the cluster that trains the runs, or None to train them one after the other without Ray.
-
-    `requested` is the option of the user. By default a sweep continues as it began, and a new one uses Ray Tune on this
-    machine if that is installed and two runs fit at a time.
-    """
+    """The address of the cluster, or None to train here; by default a sweep goes on as it began."""
     if requested is not None:
         return None if requested == OFF else requested
     began_on_ray = was_on_ray(out)
@@ -82,11 +78,9 @@ def run_on_ray(
         except ImportError as error:
             raise missing_extra("--ray: a sweep", error.name or "Ray Tune", "ray") from None
         sweep, points = open_sweep(points, out, resume, on_ray=True)
-        display.say(
-            f"Ray Tune trains {plural(len(points), 'run')}, as many at a time as fit, each with "
-            f"{plural(cpus, 'process')} (--ray {OFF}: one after the other); their messages are in "
-            f"{sweep.path}/*{MESSAGES}"
-        )
+        how = f"as many at a time as fit, each with {plural(cpus, 'process')} (--ray {OFF}: one after the other)"
+        where = f"their messages are in {sweep.path}/*{MESSAGES}"
+        display.say(f"Ray Tune trains {plural(len(points), 'run')}, {how}; {where}")
         try:
             _take_results(sweep, _train(sweep, points, resume, (cpus, gpus), log))
         except (SystemExit, KeyboardInterrupt):  # a signal

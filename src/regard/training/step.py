@@ -1,8 +1,4 @@
-"""One training step: forward, backward, all-reduce, update; with the optimizer, the schedule and the moving average.
-
-A single process splits a batch that does not fit into memory, with the same gradient. With several processes it is an
-error: the others are waiting in a collective.
-"""
+"""One training step: forward, backward, all-reduce, update; with the optimizer, the schedule and the moving average."""
 
 from __future__ import annotations
 
@@ -41,10 +37,11 @@ class BatchPart(NamedTuple):
     weight: float
 
     def halves(self) -> list[BatchPart]:
-        half = (self.rows.stop - self.rows.start) // 2
+        size = self.rows.stop - self.rows.start
+        half = size // 2
         middle = self.rows.start + half
         first = self._replace(rows=slice(self.rows.start, middle), batch=self.batch.rows(slice(0, half)))
-        second = self._replace(rows=slice(middle, self.rows.stop), batch=self.batch.rows(slice(half, None)))
+        second = self._replace(rows=slice(middle, self.rows.stop), batch=self.batch.rows(slice(half, size)))
         return [first, second]
 
 
@@ -105,11 +102,7 @@ class Stepper:
             yield self.model
 
     def backward(self, step: int, shares: Sequence[tuple[Batch, float]]) -> list[float]:
-        """Compute the gradients of a step -> [sum of negative log-probabilities, sum of the objective, gradient norm].
-
-        The sums are over the examples of this process, the gradients over all processes. Random numbers depend only on
-        (seed, step, rank) and on how batches were split. `memory_failures` has the failures of this step.
-        """
+        """Compute the gradients of a step -> [nll and objective summed in this process, norm in all]."""
         self.objective.train()
         self.memory_failures = failures = MemoryFailures()
         memory = self.objective.segment_memory
@@ -139,7 +132,7 @@ class Stepper:
             before = self.objective.segment_memory
             after = []
             for piece in share:
-                self.objective.segment_memory = memory_rows(before, piece.rows)
+                self.objective.segment_memory = before and memory_rows(before, piece.rows)
                 try:
                     loss = self._backward(piece, last=piece is pieces[-1])
                 except Exception as error:
@@ -151,7 +144,7 @@ class Stepper:
                 after.append(self.objective.segment_memory)
                 nll += piece.weight * loss.nll
                 smoothed += piece.weight * loss.smoothed.detach()
-            self.objective.segment_memory = join_memories(after)
+            self.objective.segment_memory = after[0] if len(after) == 1 else join_memories(after)
         return nll, smoothed
 
     def _backward(self, piece: BatchPart, last: bool) -> Loss:
@@ -191,7 +184,8 @@ class Stepper:
         """Split pieces until each is smaller than the smallest for which memory ran out, or a single row."""
         parts: list[BatchPart] = []
         for piece in pieces:
-            fits = piece.rows.stop - piece.rows.start == 1 or piece.batch.size < self._too_large
+            single = piece.rows.stop - piece.rows.start == 1
+            fits = single or math.isinf(self._too_large) or piece.batch.size < self._too_large
             parts += [piece] if fits else self._split(piece.halves())
         return parts
 
@@ -211,33 +205,18 @@ class Stepper:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise UserError(
-                f"not enough memory for the optimizer, which stores two numbers for each of {self.model.size:,} "
-                "parameters; use a smaller model, or fewer processes (train.workers)"
-            ) from None
+            numbers = f"two numbers for each of {self.model.size:,} parameters"
+            advice = "use a smaller model, or fewer processes (train.workers)"
+            raise UserError(f"not enough memory for the optimizer, which stores {numbers}; {advice}") from None
         if self.ema is not None:
             self.ema.update(self.model, step)
         return True
 
 
-def unused_settings(model: Model, train: Train, group: ProcessGroup) -> list[str]:
-    """Memory settings that have no effect here, each with the reason."""
-    sharded = train.strategy == "fsdp" and group.size > 1
-    unused = []
-    if train.strategy == "fsdp" and not sharded:
-        unused.append("train.strategy=fsdp: has no effect with one process; use several (--workers, torchrun)")
-    if train.offload and not (sharded and group.device.type == "cuda"):
-        unused.append("train.offload: has an effect only with fsdp on several GPUs")
-    if train.recompute and not any(isinstance(module, Transformer) for module in model.modules()):
-        unused.append("train.recompute: has no effect on the layers of this model")
-    return unused
-
-
 def make_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     """Fused Adam or AdamW for the parameters that are not frozen, with weight decay for matrices only."""
     odds = [gate.odds for gate in head_gates(model).values()]
-    gate_ids = set(map(id, odds))
-    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in gate_ids]
+    parameters = [p for p in model.parameters() if p.requires_grad and not any(p is gate for gate in odds)]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},

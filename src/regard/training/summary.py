@@ -24,7 +24,6 @@ from regard.metrics import LOWER_IS_BETTER
 from regard.recipe import FILES, Recipe, Train
 from regard.run import Run
 from regard.tasks import TASKS
-from regard.text.codec import Example
 from regard.training.checkpoint import Best, Progress
 from regard.training.log import LOG, read_log
 from regard.training.report import format_duration
@@ -73,7 +72,10 @@ def write_model_card(
     signatures: Mapping[str, str],
 ) -> None:
     """Write the model card; `examples` has the numbers for training and validation. Directories are left out."""
-    data, train, task = recipe.data, recipe.train, TASKS[recipe.task]
+    data = recipe.data
+    train = recipe.train
+    task = TASKS[recipe.task]
+    draw_curve(run, train.metric)
     entries = [entry for name in FILES for entry in getattr(data, name) or ()]
     paths = [*(path for entry in entries for path in {entry: None, **dict.fromkeys(expand(entry))}), train.start_from]
     names = {path: Path(path).name for path in paths if path}
@@ -145,8 +147,6 @@ def _score_table(progress: Progress, recipe: Recipe, signatures: Mapping[str, st
     return [*rows, "", f"The weights are those of {which}, chosen by the {order} {metric}{search}."]
 
 
-# Warnings
-
 LAST_PART = 0.25  # share of the run
 FAST = 0.1  # improvement of the metric in the last part, as a share of its value
 CHANCE_MARGIN = 2.0  # percent by which a classifier must beat the most frequent label
@@ -164,7 +164,11 @@ def find_problems(
     task = TASKS[recipe.task]
     problems = [still_improving(read_log(path / LOG), recipe.train)]
     if run is not None:
-        problems.append(judge_outputs(run, prepared.valid_examples, 2 * prepared.valid.target_lengths.longest))
+        examples = prepared.valid_examples
+        some = list(examples[:: max(1, len(examples) // MAX_DECODED)])[:MAX_DECODED]
+        options = Options(max_length=2 * prepared.valid.target_lengths.longest)
+        outputs = [best for best, *_ in generate(run, some, options)]
+        problems.append(degenerate(outputs, [example.target or "" for example in some]))
     if best is not None and task.labels:
         labels = [example.target for example in prepared.valid_examples] or prepared.valid.labels.tolist()
         problems.append(at_chance(best.scores["accuracy"], labels))
@@ -193,13 +197,6 @@ def still_improving(events: Sequence[dict[str, Any]], train: Train) -> str | Non
     return f"{name} was still improving fast ({how}); continue with --resume --{key} {2 * getattr(train, key):g}"
 
 
-def judge_outputs(run: Run, examples: Sequence[Example], limit: int) -> str | None:
-    """Decode some examples -> a warning if many outputs degenerate. Outputs end after `limit` tokens."""
-    some = list(examples[:: max(1, len(examples) // MAX_DECODED)])[:MAX_DECODED]
-    outputs = [best for best, *_ in generate(run, some, Options(max_length=limit))]
-    return degenerate(outputs, [example.target or "" for example in some])
-
-
 def degenerate(outputs: Sequence[Hypothesis], references: Sequence[str]) -> str | None:
     """A warning if many outputs repeat tokens, do not end, or are equal although the references differ."""
     total = len(outputs)
@@ -207,11 +204,10 @@ def degenerate(outputs: Sequence[Hypothesis], references: Sequence[str]) -> str 
         return None
     flagged = sum(any(flag in output.flags for flag in (*DEGENERATE, "max_length")) for output in outputs)
     if flagged > MANY_DEGENERATE * total:
-        return (
-            f"{flagged} of {total} outputs repeat tokens or do not end: the model has not learned the task; give it "
-            "more time or data"
-        )
-    (text, same), expected = Counter(output.text for output in outputs).most_common(1)[0], Counter(references)
+        what = f"{flagged} of {total} outputs repeat tokens or do not end"
+        return f"{what}: the model has not learned the task; give it more time or data"
+    text, same = Counter(output.text for output in outputs).most_common(1)[0]
+    expected = Counter(references)
     if same > max(2, MANY_DEGENERATE * total) and same > 3 * max(expected.values()):
         return f"{same} of {total} outputs are {text[:40]!r}: the model ignores its input; give it more time or data"
     return None
@@ -244,9 +240,6 @@ def _some_tokens(stream: Stream) -> NDArray[np.int64]:
         return stream.windows(np.zeros(1, np.int64), len(stream)).ravel()
     stride = (len(stream) - SAMPLE_WINDOW_TOKENS) // (SAMPLE_WINDOWS - 1)
     return stream.windows(np.arange(SAMPLE_WINDOWS) * stride, SAMPLE_WINDOW_TOKENS).ravel()
-
-
-# The learning curve
 
 
 def draw_curve(run: Path, metric: str) -> Path | None:

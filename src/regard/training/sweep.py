@@ -116,16 +116,21 @@ def make_points(
     total = math.prod(map(len, grid.values()))
     if total > MAX_RUNS:
         raise UserError(f"--sweep: {total:,} combinations are too many (at most {MAX_RUNS:,}); leave out some values")
-    combinations = [
-        tuple(f"{key}={value}" for key, value in zip(grid, values, strict=True)) for values in product(*grid.values())
-    ]
+    choices = [[f"{key}={value}" for value in values] for key, values in grid.items()]
+    combinations = list(product(*choices))
     if sample is not None and sample < len(combinations):
         seed = make_recipe(combinations[0]).train.seed
         chosen = sorted(random.Random(seed).sample(range(len(combinations)), sample))
         combinations = [combinations[index] for index in chosen]
     points = [Point(settings, make_recipe(settings)) for settings in combinations]
-    for point in points:
-        _check(point)
+    for point in points:  # mistakes are reported before the first run begins
+        if any(STDIN in (getattr(point.recipe.data, name) or ()) for name in FILES):
+            raise UserError(f"--sweep: every run reads the data, but stdin ({STDIN}) can be read once; use a file")
+        try:
+            base = open_base(point.recipe)
+            check_model(point.recipe, base and base.config)
+        except UserError as error:
+            raise UserError(f"{', '.join(point.settings)}: {error}") from None
     return points
 
 
@@ -153,17 +158,6 @@ def _shown(raw: str) -> str:
     except (tomllib.TOMLDecodeError, ValueError, RecursionError):
         return raw
     return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else raw.strip("\"'")
-
-
-def _check(point: Point) -> None:
-    """Report mistakes in a point before the first run begins."""
-    if any(STDIN in (getattr(point.recipe.data, name) or ()) for name in FILES):
-        raise UserError(f"--sweep: every run reads the data, but stdin ({STDIN}) can be read once; write it to a file")
-    try:
-        base = open_base(point.recipe)
-        check_model(point.recipe, base and base.config)
-    except UserError as error:
-        raise UserError(f"{', '.join(point.settings)}: {error}") from None
 
 
 def check_sweep(out: str | Path, resume: bool) -> None:
@@ -202,11 +196,7 @@ def open_sweep(
 def run_sweep(
     points: Sequence[Point], out: str | Path, resume: bool, display: Callable[[], Reporter], log: Sequence[str] = ()
 ) -> Sweep:
-    """Train all points one after the other. Failures are written to the table and do not stop the sweep.
-
-    With `resume`, finished runs are skipped and an interrupted one continues. `display` creates the reporter of a run,
-    `log` names the sinks of its events. A signal stops the current run (see `fit`) and the sweep.
-    """
+    """Train all points in turn; failures go to the table. `display` makes the reporter of a run, `log` names sinks."""
     sweep, points = open_sweep(points, out, resume)
     for index, point in enumerate(points):
         run = sweep.path / point.name

@@ -46,10 +46,7 @@ class Aborted(SystemExit):
 
 @dataclass
 class Signals:
-    """Records signals for the loop to check between steps. A second signal ends the process immediately.
-
-    A process that was `launched` ignores the second signal: it gets one from the scheduler and one from its launcher.
-    """
+    """Records a signal between steps. A second one ends the process unless it was `launched`: launchers repeat it."""
 
     launched: bool = False
     received: int = 0
@@ -156,8 +153,6 @@ class Trainer:
             if self._checkpoint_due():
                 self._save()
 
-    # Steps
-
     def _step(self) -> int:
         """Take one step -> the number of a signal to stop, or 0. All processes get the same result."""
         progress = self.progress
@@ -179,7 +174,7 @@ class Trainer:
         if progress.batch >= len(self.loader.batches(progress.epoch)):
             progress.epoch += 1
             progress.batch = 0
-        nll, smoothed = (sum(row[i] for row in ranks) for i in (0, 1))
+        nll, smoothed, *_ = map(sum, zip(*ranks, strict=True))
         failures = self.stepper.memory_failures  # only a single process goes on after one
         tokens = max(0, batches.tokens - failures.tokens)
         if failures.count:
@@ -234,13 +229,11 @@ class Trainer:
 
     def _log_window(self, rate: float) -> None:
         progress = self.progress
-        numbers: Event = {"examples": progress.examples, "tokens": progress.tokens}
-        numbers |= progress.window.means(progress.seconds - self._logged_at)
-        self._event("train", step=progress.step, epoch=self._epochs(), lr=rate, **numbers)
+        totals = {"examples": progress.examples, "tokens": progress.tokens}
+        means = progress.window.means(progress.seconds - self._logged_at)
+        self._event("train", step=progress.step, epoch=self._epochs(), lr=rate, **totals, **means)
         self._logged_at = progress.seconds
         progress.window = Window()
-
-    # How far
 
     def _clock(self) -> float:
         return time.monotonic() - self._began
@@ -266,8 +259,6 @@ class Trainer:
             return False
         every = self.train.validate_every
         return self._done() >= 1 or validation_due(every, self._steps_per_epoch, self.budget, self.progress)
-
-    # Validation
 
     def _validate(self) -> None:
         """Validate the weights (or their moving average) and save; they become the model if they are the best."""
@@ -312,7 +303,8 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint; this does not change what is computed."""
-        self._saved_at, self._save_seconds = self.progress.seconds, None
+        self._saved_at = self.progress.seconds
+        self._save_seconds = None
         if self._log is not None:
             self._log.sync()
             self.progress.log_bytes = self._log.position
@@ -337,19 +329,18 @@ class Trainer:
         if len(set(steps)) > 1:
             raise RuntimeError(f"training processes found different checkpoints: steps {steps}")
 
-    # The end
-
     def _finish(self, reason: str) -> None:
         """Average the last checkpoints if configured, and log the end."""
         progress = self.progress
         if len(progress.kept) > 1:
             self._average()
         progress.finished = reason
-        best = progress.best and {"best_step": progress.best.step, self.train.metric: progress.best.value}
-        counts = {"skipped": progress.skipped}
+        facts: Event = {"step": progress.step, "reason": reason, "skipped": progress.skipped}
         if progress.memory_failures:
-            counts |= {"memory_failures": progress.memory_failures, "unfit": progress.unfit}
-        self._event("end", step=progress.step, reason=reason, **counts, **(best or {}))
+            facts |= {"memory_failures": progress.memory_failures, "unfit": progress.unfit}
+        if progress.best:
+            facts |= {"best_step": progress.best.step, self.train.metric: progress.best.value}
+        self._event("end", **facts)
         if self._log is not None:
             progress.log_bytes = self._log.position
 
@@ -358,7 +349,8 @@ class Trainer:
         progress = self.progress
         self.group.gather([0.0])  # wait for the first process to write them
         weights = mean_weights(map(self.checkpoints.files.kept, progress.kept))
-        scores, count = self._scores(weights), len(progress.kept)
+        scores = self._scores(weights)
+        count = len(progress.kept)
         same = progress.best is not None and scores == progress.best.scores
         used = same or better(self.train.metric, scores, progress.best)
         if used:
@@ -378,10 +370,7 @@ class Trainer:
 
 
 def validation_due(every: int | None, steps_per_epoch: int, budget: Budget, progress: Progress) -> bool:
-    """Whether to validate now: after `every` steps, by default about once per epoch and at most 40 times in a run.
-
-    With a time budget validation takes at most a tenth of the time and, within that, happens at least ten times.
-    """
+    """Whether to validate: after `every` steps or an epoch; by time at least 10 times, for at most a tenth of it."""
     steps = progress.step - progress.validated
     seconds = progress.seconds - progress.validated_at
     if every is not None:

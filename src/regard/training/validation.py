@@ -62,7 +62,7 @@ def _losses(objective: Objective, batch: Batch, device: torch.device) -> Iterato
     after = []
 
     def read(rows: slice) -> Loss:
-        objective.segment_memory = memory_rows(before, rows)
+        objective.segment_memory = before and memory_rows(before, rows)
         loss: Loss = objective(batch.rows(rows).to(device))
         return loss
 
@@ -72,7 +72,7 @@ def _losses(objective: Objective, batch: Batch, device: torch.device) -> Iterato
             raise UserError(f"not enough memory to validate: a single example of {size} does not fit")
         after.append(objective.segment_memory)
         yield loss
-    objective.segment_memory = join_memories(after)
+    objective.segment_memory = after[0] if len(after) == 1 else join_memories(after)
 
 
 class Validation:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from regard.config import Config
 from regard.errors import UserError, plural
@@ -14,7 +13,7 @@ from regard.inspect.prune import gate_heads
 from regard.model import Model, on_meta
 from regard.nn.adapters import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train
-from regard.run import WEIGHTS, RunConfig, read_config, require_saved, weights_of
+from regard.run import WEIGHTS, RunConfig, open_weights, read_config, require_saved, weights_of
 from regard.suggest import closest
 from regard.tasks import TASKS, infer_task
 from regard.text.codec import Codec
@@ -68,7 +67,7 @@ class WeightMatch(NamedTuple):
 def match_weights(config: Config, labels: tuple[str, ...], base: Base) -> WeightMatch:
     """Compare names and shapes; all misfits are in one error. With other labels the classifier is fresh."""
     new_labels = TASKS[infer_task(config)].labels and base.config.labels != labels
-    with _open_weights(base.path) as file:
+    with open_weights(base.path / WEIGHTS) as file:
         theirs = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a dict
     ours = {name: list(x.shape) for name, x in weights_of(on_meta(config)).items()}
     fresh = [name for name in ours if name not in theirs]
@@ -121,21 +120,11 @@ def make_model(setup: New | Resumed, device: torch.device) -> Model:
 
 @torch.no_grad()
 def _load_base(run: Path, model: Model, fresh: tuple[str, ...]) -> None:
-    with _open_weights(run) as file:
+    with open_weights(run / WEIGHTS) as file:
         for name, weight in weights_of(model).items():
             if name not in fresh:
                 theirs = file.get_tensor(name)
                 weight[: len(theirs)].copy_(theirs)
-
-
-def _open_weights(run: Path):  # type: ignore[no-untyped-def]  # the library has no name for the type
-    try:
-        return safe_open(run / WEIGHTS, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{run / WEIGHTS}: not readable: {error}") from None
-
-
-# What is trained
 
 
 def select_trained(model: Model, train: Train, fresh: tuple[str, ...]) -> str | None:
