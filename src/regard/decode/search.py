@@ -143,24 +143,6 @@ def _turns(stage_AC: Tensor) -> Tensor:
     return torch.empty_like(turn_AC).scatter_(1, order_AC, turn_AC)
 
 
-class FinishedHypotheses:
-    """The best finished hypotheses of every group of every sentence: values, and step and row of the end."""
-
-    def __init__(self, sentences: int, groups: int, count: int, device: torch.device) -> None:
-        self.value_BGF = torch.full((sentences, groups, count), -math.inf, device=device)
-        self.end_BGF2 = torch.zeros((sentences, groups, count, 2), dtype=torch.long, device=device)  # step, row
-
-    def add(self, alive_A: Tensor, value_AGC: Tensor, t: int, row_AGC: Tensor) -> None:
-        """Add hypotheses that ended at step `t` in these rows; of equal values, the earlier is kept."""
-        end_AGC2 = torch.stack((torch.full_like(row_AGC, t), row_AGC), -1)
-        value_AGX = torch.cat((self.value_BGF[alive_A], value_AGC), 2)
-        end_AGX2 = torch.cat((self.end_BGF2[alive_A], end_AGC2), 2)
-        value_AGX, index_AGX = value_AGX.sort(dim=2, descending=True, stable=True)
-        count = self.value_BGF.shape[2]
-        self.value_BGF[alive_A] = value_AGX[..., :count]
-        self.end_BGF2[alive_A] = end_AGX2.gather(2, index_AGX[..., :count, None].expand(-1, -1, -1, 2))
-
-
 class BeamSearch:
     """A beam search over a batch. Each group is `extra` wider than its share of the beam."""
 
@@ -191,7 +173,10 @@ class BeamSearch:
         self.alive_A = torch.arange(len(inputs), device=device)
         self.sum_AGW = torch.zeros((len(inputs), groups, 1), device=device)
         self.ended_BG = torch.zeros((len(inputs), groups), dtype=torch.long, device=device)
-        self.finished = FinishedHypotheses(len(inputs), groups, self.keep if groups == 1 else self.width, device)
+        # The best finished hypotheses of every group: their values, and the step and row of their ends.
+        shape = (len(inputs), groups, self.keep if groups == 1 else self.width)
+        self.value_BGF = torch.full(shape, -math.inf, device=device)
+        self.end_BGF2 = torch.zeros((*shape, 2), dtype=torch.long, device=device)
         self.steps: list[list[np.ndarray]] = []  # parent, token and score of each row
         self.end_scores: list[np.ndarray] = []  # scores of the end token in each row, of every step
         tokens, states = scorer.start(inputs)
@@ -258,14 +243,20 @@ class BeamSearch:
         if self.coverage is not None:
             value_AGC += self.coverage.value(self.alive_A).flatten()[row_AGC]
         value_AGC = value_AGC.masked_fill(~ended_AGC, -math.inf)
-        self.finished.add(self.alive_A, value_AGC, t, row_AGC)
+        end_AGC2 = torch.stack((torch.full_like(row_AGC, t), row_AGC), -1)
+        value_AGX = torch.cat((self.value_BGF[self.alive_A], value_AGC), 2)
+        end_AGX2 = torch.cat((self.end_BGF2[self.alive_A], end_AGC2), 2)
+        value_AGX, index_AGX = value_AGX.sort(dim=2, descending=True, stable=True)  # of equal values, the earlier first
+        count = self.value_BGF.shape[2]
+        self.value_BGF[self.alive_A] = value_AGX[..., :count]
+        self.end_BGF2[self.alive_A] = end_AGX2.gather(2, index_AGX[..., :count, None].expand(-1, -1, -1, 2))
         self.ended_BG[self.alive_A] += ended_AGC.sum(2)
 
     def _advance(self, picked: Picked, logp_NV: Tensor, t: int) -> bool:
         """Continue the hypotheses that can still enter the n-best -> whether there are any."""
         alive_A = self.alive_A
         sum_AGW = picked.sum_AW
-        finished_AGF = self.finished.value_BGF[alive_A]
+        finished_AGF = self.value_BGF[alive_A]
         if not self.options.exact:
             better_AG = sum_AGW.amax(2) / (t + 1) ** self.options.length_penalty > finished_AGF[..., 0]
             closed_AG = (self.ended_BG[alive_A] >= self.beam) & ~better_AG
@@ -297,9 +288,9 @@ class BeamSearch:
 
     def _outputs(self) -> list[list[DecodedIds]]:
         """The finished hypotheses of every sentence, best first, without duplicates."""
-        order_BF = self.finished.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
-        value_BF = self.finished.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
-        end_BF2 = self.finished.end_BGF2.flatten(1, 2).numpy(force=True)
+        order_BF = self.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
+        value_BF = self.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
+        end_BF2 = self.end_BGF2.flatten(1, 2).numpy(force=True)
         sentence, rank = np.nonzero(value_BF > -math.inf)
         at, rows = end_BF2[sentence, order_BF.numpy(force=True)[sentence, rank]].T
         tokens = np.zeros((len(at), at.max(initial=0)), dtype=np.int64)  # left-aligned, without the end tokens
