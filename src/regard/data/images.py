@@ -45,9 +45,8 @@ def read_images(path: str, labelled: bool = True, name: str | None = None) -> La
             names = list(arrays.files)
             for name in ("images", "labels")[: 1 + labelled]:
                 if name not in names:
-                    raise UserError(
-                        f"{path}: has no array {name!r}{closest(name, names)}; it has: {', '.join(names) or 'nothing'}"
-                    )
+                    there = ", ".join(names) or "nothing"
+                    raise UserError(f"{path}: has no array {name!r}{closest(name, names)}; it has: {there}")
             images = arrays["images"]
             labels = arrays["labels"] if "labels" in names else None
         except (ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile) as error:
@@ -120,11 +119,9 @@ def make_images(
     if valid:
         held_out = read_images(valid.paths[0], name=valid.name)
         shape = held_out.images_NCHW.shape[1:]
-        expected = training.images_NCHW.shape[1:]
-        if shape != expected:
-            raise UserError(
-                f"{valid.name}: its images have (channels, height, width) {shape}, but {train.name} {expected}"
-            )
+        if shape != (expected := training.images_NCHW.shape[1:]):
+            sizes = f"(channels, height, width) {shape}, but {train.name} {expected}"
+            raise UserError(f"{valid.name}: its images have {sizes}")
         if unknown := sorted(set(held_out.labels) - set(labels)):
             raise UserError(f"{valid.name}: labels that the training images do not have: {', '.join(unknown[:10])}")
     else:

@@ -98,14 +98,10 @@ def _make_codec(
         pieces = divide(read_pieces(train, LineCounter()), split)
         return draw_sample((piece for piece, _ in takewhile(lambda part: not part[1], pieces)), count, sample.count)
 
+    min_count = recipe.text.min_count
+    mask = task.name == "masked"
     tokenizer, note = learn_tokenizer(
-        scheme,
-        sample.column(),
-        sample.count,
-        texts,
-        min_count=recipe.text.min_count,
-        mask=task.name == "masked",
-        line_ends=True,
+        scheme, sample.column(), sample.count, texts, min_count=min_count, mask=mask, line_ends=True
     )
     return Codec(tokenizer, frame=task.frame), [note]
 

@@ -211,9 +211,8 @@ def _write(
     }
     digests = [[made_from[role] for role in record["files"] if role.startswith(kind)] for kind in ROLES]
     if digests[0] == digests[1]:
-        record["notes"].append(
-            "warning: the validation data is the training data, so its scores do not show the quality on new data"
-        )
+        effect = "its scores do not show the quality on new data"
+        record["notes"].append(f"warning: the validation data is the training data, so {effect}")
     (path / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
     for copy in path.glob("spool-*"):
         copy.unlink()

@@ -161,19 +161,16 @@ def read_lines(path: str) -> Iterator[Line]:
 
 def lines_of(stream: BinaryIO, first: int = 1, length: int | None = None) -> Iterator[Line]:
     """Yield the lines of the next `length` bytes of a stream (default: all), numbered from `first`."""
-    for block in _split(stream, length=length):
-        for number, line in enumerate(decode_lines(block, first), first):
+    for begin, block in _split(stream, first, length=length):
+        for number, line in enumerate(decode_lines(block, begin), begin):
             yield line if isinstance(line, Line) else Line(number, line)
-        first += block.count(b"\n") + 1
 
 
 def read_chunks(path: str, size: int = 0) -> Iterator[Chunk]:
     """Yield a file in chunks of whole lines with at least `size` bytes each; by default, as soon as there is a line."""
-    first = 1
     with open_bytes(path) as stream:
-        for block in _split(stream, size):
+        for first, block in _split(stream, size=size):
             yield first, (block,)
-            first += block.count(b"\n") + 1
 
 
 def decode_lines(block: bytes, first: int) -> Sequence[str | Line]:
@@ -196,10 +193,10 @@ def _decode_line(raw: bytes, number: int) -> str | Line:
         return Line(number, raw.decode("utf-8", "replace"), ENCODING)
 
 
-def _split(stream: BinaryIO, size: int = 0, length: int | None = None) -> Iterator[bytes]:
-    """Split the next `length` bytes of a stream at newlines, into blocks of at least `size` bytes.
+def _split(stream: BinaryIO, first: int = 1, size: int = 0, length: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Split the next `length` bytes of a stream at newlines -> the first line number of each block, and the block.
 
-    The end of a line that is too long is dropped, so that memory is bounded.
+    Blocks have at least `size` bytes. The end of a line that is too long is dropped, so that memory is bounded.
     """
     ready: list[bytes] = []
     ready_bytes = 0
@@ -213,7 +210,9 @@ def _split(stream: BinaryIO, size: int = 0, length: int | None = None) -> Iterat
             ready.append(lines)
             ready_bytes += len(lines)
             if ready_bytes >= size:
-                yield b"\n".join(ready)
+                block = b"\n".join(ready)
+                yield first, block
+                first += block.count(b"\n") + 1
                 ready = []
                 ready_bytes = 0
         if len(rest) > MAX_LINE_BYTES + 4:  # a byte order mark and a \r do not count
@@ -221,7 +220,7 @@ def _split(stream: BinaryIO, size: int = 0, length: int | None = None) -> Iterat
     if rest:
         ready.append(rest)
     if ready:
-        yield b"\n".join(ready)
+        yield first, b"\n".join(ready)
 
 
 class LineCounter:

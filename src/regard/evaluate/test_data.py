@@ -104,15 +104,12 @@ class ParallelFiles:
         if format_of(self.table.paths[0]) == "jsonl" and not self.table.packed:
             return list(_requests(self.table, counter))
         rows = []
-        columns = self.table.columns
-        source_index = columns.index("source")
-        target_indices = [i for i, name in enumerate(columns) if name == "target"]
-        features_index = columns.index("features") if "features" in columns else None
+        names = [*self.table.columns, *["prefix"] * self.table.prefix_column]
         for number, cells in self.table.cells(counter):
-            features = None if features_index is None else cells[features_index]
-            prefix = cells[-1] if self.table.prefix_column else ""
-            targets = tuple(cells[i] for i in target_indices if cells[i].strip())
-            rows.append((number, Request(cells[source_index], features, prefix), targets))
+            values = dict(zip(names, cells, strict=True))
+            request = Request(values["source"], values.get("features"), values.get("prefix", ""))
+            targets = [cell for name, cell in zip(names, cells, strict=True) if name == "target" and cell.strip()]
+            rows.append((number, request, tuple(targets)))
         return rows
 
 

@@ -101,9 +101,8 @@ class Codec:
         """Whether the same text becomes the same ids."""
         if not isinstance(other, Codec):
             return NotImplemented
-        return self.config == other.config and all(
-            a.to_json() == b.to_json() for a, b in ((self.source, other.source), (self.target, other.target))
-        )
+        ours, theirs = ([each.source.to_json(), each.target.to_json()] for each in (self, other))
+        return self.config == other.config and ours == theirs
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -151,9 +151,8 @@ def _train_library(kind: str, texts: Iterable[str], trainer: Any, size: int) -> 
     """Train the library's learner -> its model in the format of the tokenizer file."""
     learner = Library(models.BPE() if kind == "bpe" else models.Unigram())
     learner.pre_tokenizer = pre_tokenizer(kind)
-    learner.train_from_iterator(
-        texts, trainer(vocab_size=size, initial_alphabet=sorted(byte_letters()), show_progress=False)
-    )
+    alphabet = sorted(byte_letters())
+    learner.train_from_iterator(texts, trainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
     state: dict[str, Any] = json.loads(learner.to_str())["model"]
     return state
 
