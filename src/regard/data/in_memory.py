@@ -1,7 +1,4 @@
-"""Data in memory: lists, data frames and datasets, written to a file and then read by the same rules as other files.
-
-Data frames are recognised by their methods, so their libraries are not needed.
-"""
+"""Data in memory: lists, data frames and datasets, written to a file and then read by the same rules as other files."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ def _line_writer(rows: Iterable[Any], line: Callable[[Any, str], str], name: str
 
 
 def _open(data: Any, name: str) -> tuple[list[str] | None, Iterable[Any]]:
-    """The names of the columns, if any, and the rows: sequences, mappings or texts."""
+    """The names of the columns, if any, and the rows. Data frames are recognised without importing their libraries."""
     if isinstance(data, Mapping):
         return _open_columns(data, name)
     if hasattr(data, "itertuples") and hasattr(data, "columns"):  # pandas

@@ -1,7 +1,4 @@
-"""Training objectives as batches: causal LM, masked language modelling, span corruption, and image classification.
-
-Random choices depend only on a key of integers, so the same key gives the same batch in every process.
-"""
+"""Training objectives as batches: causal LM, masked language modelling, span corruption, image classification."""
 
 from __future__ import annotations
 
@@ -99,10 +96,7 @@ def mask_every(rows_BW: Ids, every: int, ids: SpecialIds, text: Ids) -> tuple[Id
 
 
 def sample_spans(length: int, rate: float, mean: float, limit: int, random: np.random.Generator) -> Spans:
-    """Choose the masked spans of a text: `rate` of it, `mean` tokens each on average, at most `limit` spans.
-
-    The text starts unmasked and ends with a masked span; spans never touch.
-    """
+    """Choose at most `limit` spans to mask: `rate` of the text, `mean` tokens each. They never touch; one is last."""
     masked = min(max(1, round(length * rate)), length - 1)
     count = min(max(1, round(masked / mean)), masked, length - masked, limit)
     gaps = _partition(length - masked, count, random)
@@ -165,10 +159,7 @@ class Windows:
         return np.arange(min(offset, self.last), self.last + 1, self.stride)
 
     def lanes(self, rows: int, offset: int = 0) -> list[Indices]:
-        """The starts of batches in which each row continues the same row of the previous batch.
-
-        The stream is split into `rows` lanes of equal length, or fewer if it is short.
-        """
+        """The starts of batches in which each row continues its row of the previous batch; a short text has fewer."""
         end = self.last + self.length - 1
         offset = min(offset, max(0, end - self.stride))
         rows = max(1, min(rows, (end - offset) // self.stride))
@@ -187,7 +178,7 @@ class TextObjective(ABC):
 
     @abstractmethod
     def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
-        """The batch of the windows at `starts`; random choices depend on the key."""
+        """The batch of the windows at `starts`; random choices depend only on the key, in every process."""
 
 
 class CausalLM(TextObjective):

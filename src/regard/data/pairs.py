@@ -179,10 +179,7 @@ def _make_codec(
 
 
 def _sampling_interval(train: Corpora, lines: int, count: int) -> int:
-    """N if every Nth block is enough to draw `count` lines from: reading takes most of the time.
-
-    It is 1 if every Nth block would be too few blocks to represent the text.
-    """
+    """N if every Nth block is enough to draw `count` lines from, which saves reading; 1 if these are too few blocks."""
     every = max(1, lines // max(1, count))
     return every if train.text_size // READ_BYTES >= MIN_SAMPLE_BLOCKS * every else 1
 

@@ -1,6 +1,6 @@
 """Reads files line by line and tables as examples; skipped lines are counted, with their locations.
 
-Only `\n` ends a line. A `\r` in front of it is dropped, and so is a byte order mark; all else is text, U+2028 included.
+Only a line feed ends a line. A carriage return in front of it is dropped, and so is a byte order mark at the start.
 """
 
 from __future__ import annotations

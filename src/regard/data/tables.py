@@ -45,10 +45,7 @@ PARQUET_BUFFER_BYTES = 1 << 20  # per column; the default of pyarrow reads a who
 
 
 def format_of(path: str) -> Format:
-    """The format of a file, decided by its name. In "text", such as standard input, tabs may separate columns.
-
-    The columns of the other formats have names. Parquet files have a compression of their own.
-    """
+    """The format of a file, decided by its name; "text", such as standard input, may have columns without names."""
     if path.endswith(PARQUET_SUFFIXES):
         return "parquet"
     for suffix in COMPRESSIONS:
@@ -324,10 +321,7 @@ class Corpora:
 
 
 class Duplicates:
-    """Marks the examples that repeat the pair, and the features, of an earlier one, compared by hashes of 8 bytes.
-
-    Among 20 million different pairs, the probability that two have the same hash is 1 in 90,000.
-    """
+    """Marks the examples that repeat the pair, and the features, of an earlier one, compared by hashes of 8 bytes."""
 
     def __init__(self, corpora: Corpora) -> None:
         packed = bytearray()  # the hash of every line, 0 for bad lines
@@ -371,10 +365,7 @@ def valid_count(examples: int) -> int:
 
 
 class Splitter:
-    """Chooses the sources to hold out from a stream of examples; memory holds only the candidates.
-
-    Sources with the smallest hashes are held out, so the choice depends on the contents only, not on order or seed.
-    """
+    """Holds out the sources with the smallest hashes, so the choice depends on the contents only, not on the order."""
 
     def __init__(self, chosen: Iterable[tuple[int, bytes]] = ()) -> None:
         self._candidates: dict[bytes, tuple[int, int]] = {}  # hash of a source -> number of its examples, its checksum

@@ -220,10 +220,7 @@ def evaluate(
     samples: int = SAMPLES,
     skip: Skip = lambda index, reason: None,
 ) -> Evaluation:
-    """Decode the sources and compare with the targets; `metrics` default to the ones that fit the references.
-
-    `samples` is the number of bootstrap samples, 0 for none. `skip` is called for pairs that are too long for a run.
-    """
+    """Decode the sources and compare with the targets; `skip` is called for pairs that are too long for a run."""
     systems = [System([each], options or Options()) for each in (run, against) if each is not None]
     inputs = [Request(example.source, example.features) for example in examples]
     data = ParallelData(inputs, [(example.target or "",) for example in examples])

@@ -74,10 +74,8 @@ class TokenizerChoice(NamedTuple):
 
 
 def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
-    """Choose a scheme for a text of `lines` lines with this sample.
-
-    Tokens separated by spaces (space) are few and repeat often, or are very short. Short lines, and lines without
-    spaces over a small alphabet, are split into characters (char, nfd), all other text into learned pieces (bpe).
+    """Choose a scheme for a text of `lines` lines: space for few or very short tokens, char or nfd for short lines or
+    lines without spaces over a small alphabet, bpe for all other text.
     """
     lines = len(sample) if lines is None else lines
     tokens = Counter(token for text in sample for token in text.split(" ") if token)

@@ -219,10 +219,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, scheme: str, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Tokenizer:
-        """Learn a tokenizer from a stream of texts. In char, nfd, space and word, rare tokens are unknown.
-
-        Little text may give bpe:N and unigram:N fewer than N tokens; then `scheme` has the actual number.
-        """
+        """Learn a tokenizer from a stream of texts. Little text may give bpe:N and unigram:N fewer than N tokens."""
         parsed = parse_scheme(scheme)
         if parsed.kind == "auto":
             raise ValueError("auto is resolved by regard.text.learn.choose, before training")
