@@ -201,10 +201,8 @@ class Answerer:
         return self._engine(self.engine if supported else "torch", task)
 
     def _engine(self, name: EngineName, task: BatchTask) -> Engine:
-        """The engine of this name for the run and options of a task, opened on first use.
-
-        The key has the options as text: checking them for every batch took as long as everything but the search.
-        """
+        """The engine of this name for the run and options of a task, opened on first use."""
+        # The key has the options as text: checking them for every batch took as long as everything but the search.
         key = name, task.run, task.options
         with self._cache_lock:
             engine = self._engines.pop(key, None) or self._open(name, task.run, task.decoding())
@@ -257,10 +255,7 @@ def open_engine(
     workers: int | None = None,
     threads: int | None = None,
 ) -> Engine:
-    """The engine that answers requests to a run, or to an ensemble of runs.
-
-    Without `workers` there are as many processes as pay off. `scores` are the scores that the caller needs.
-    """
+    """The engine for a run or an ensemble; without `workers` as many processes as pay off."""
     if runs[0].task.name == "masked":
         return MaskFiller(runs, options)
     if engine == "ctranslate2":

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
@@ -20,7 +21,7 @@ from regard.config import parse, to_toml
 from regard.data.in_memory import in_memory
 from regard.data.reader import MEMORY, Source
 from regard.decode.encoder_only import Classification, classify, classify_images, embed, fill_masks
-from regard.decode.engine import Engine, TokenStream, generate, stream
+from regard.decode.engine import TokenStream, generate, stream
 from regard.decode.forced import Pair, Scored, score
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import (
@@ -72,13 +73,6 @@ def check_texts(where: str, item: Any) -> None:
             raise UserError(f"{where}: {name} is a text{hint}, not {shown_value(value)}")
 
 
-def named_references(references: Any, texts: dict[str, list[str]]) -> list[str]:
-    """`named_texts` of every reference."""
-    values = () if references is None else references
-    items = checked_list("evaluate: reference", "files or lists of texts", values, (object,), '["test.ref"]')
-    return [named_texts(f"reference[{index}]", each, texts) for index, each in enumerate(items)]
-
-
 def named_texts(name: str, value: Any, texts: dict[str, list[str]]) -> str:
     """The path of a file with a text per line. A list of texts is stored in `texts` under `name`, which is returned."""
     if isinstance(value, str | Path) and os.path.isfile(value):
@@ -118,31 +112,17 @@ def changed(recipe: Mapping[str, Any] | str | Path | None, options: dict[str, An
     return load_recipe(tables, str(recipe) if isinstance(recipe, str | Path) else "recipe")
 
 
-def _setting_text(value: Any) -> str:
-    """A value as TOML, on one line if possible."""
-    return to_toml({"": [value]}).strip().removeprefix('"" = [').removesuffix("]").strip().removesuffix(",")
-
-
 def as_settings(settings: Mapping[str, Any] | None) -> list[str]:
     """Settings in the form of a command line, KEY=VALUE."""
-    if settings is None:
-        return []
-    if not isinstance(settings, Mapping):
-        raise UserError(f"train: settings are a mapping, such as {{'lr': 1e-3}}, not {shown_value(settings)}")
     lines = []
-    for key, value in settings.items():
+    for key, value in (settings or {}).items():
         try:
-            text = "none" if value is None else _setting_text(value)
+            toml = to_toml({"": [] if value is None else [value]})
         except TypeError:
             raise UserError(f"train: settings: {key} cannot be {shown_value(value)}") from None
-        except (ValueError, RecursionError):
-            raise UserError(f"train: settings: {key}: this {type(value).__name__} is too large") from None
-        lines.append(f"{key}={text}")
+        text = toml.strip().removeprefix('"" = [').removesuffix("]").strip().removesuffix(",")
+        lines.append(f"{key}={text or 'none'}")
     return lines
-
-
-SCORING = tuple(ScoringSettings.__annotations__)
-BATCHING = tuple(BatchSettings.__annotations__)
 
 
 class LoadedRun(Run):
@@ -160,8 +140,7 @@ class LoadedRun(Run):
         """The best outputs for every input, as one list of hypotheses per input.
 
         Inputs are texts, `Example` or `Request`. The runs of the `ensemble` decode together with this one. Keywords
-        override `options`, which can be reused for many calls. A masked language model fills the masks of a text
-        (`<mask>`, or the mask token of its vocabulary); `top_tokens` has the candidates of each mask.
+        override `options`. A masked language model fills the masks of a text; `top_tokens` has their candidates.
         """
         requests = checked_list("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
         answer = fill_masks if self.task.name == "masked" else generate
@@ -177,16 +156,13 @@ class LoadedRun(Run):
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
     ) -> TokenStream:
-        """The output for one input, token by token, by greedy search or with `sample`.
-
-        Closing the stream stops decoding; after the last token `hypothesis` is the complete output.
-        """
+        """The output for one input, token by token; after the last token `hypothesis` is the complete output."""
         if not isinstance(item, str | Example | Request):
             raise UserError(f"stream: takes one text, regard.Example or regard.Request, not {shown_value(item)}")
         check_texts("stream", item)
         return stream(self._runs(ensemble), item, self._options(options, settings))
 
-    @checked_call(Options, *SCORING)
+    @checked_call(Options, *ScoringSettings.__annotations__)
     def score(
         self,
         pairs: Iterable[Pair],
@@ -204,7 +180,7 @@ class LoadedRun(Run):
         scored = score(self._runs(ensemble), checked, self._options(options, settings))
         return Results(scored, [f"{pair[0]} → {pair[1]}" for pair in checked])
 
-    @checked_call(Options, *BATCHING)
+    @checked_call(Options, *BatchSettings.__annotations__)
     def classify(
         self, inputs: Iterable[str | Example] | NDArray[Any], **settings: Unpack[BatchSettings]
     ) -> list[Classification]:
@@ -213,10 +189,6 @@ class LoadedRun(Run):
         Images are an array (images, [channels,] height, width) with the value range of the training data.
         """
         if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "biuf":
-            if inputs.ndim not in (3, 4):
-                raise UserError(
-                    f"classify: images are an array (images, [channels,] height, width), not {inputs.shape}"
-                )
             return Results(classify_images(self, inputs[:, None] if inputs.ndim == 3 else inputs))
         options = Options.of(**settings)
         texts = checked_list("classify", "texts", inputs, (str, Example), '["abc"]')
@@ -247,32 +219,28 @@ class LoadedRun(Run):
     ) -> Evaluation:
         """Scores on held-out data: a file, or data in memory, as for `train`.
 
-        Sources of pairs are decoded with these options, the runs of the `ensemble` and the `engine`. `reference` has
-        further references, and `outputs` are evaluated instead of the run's own; each is a file with a text per line
-        or a list with a text per example. `metrics` depend on the data by default. `against` is another run, or
-        outputs, to compare with. `bootstrap` is the number of samples for the 95% intervals (0: none), `confusions`
-        the number of confusions to report. `context` and `memory` are the tokens of plain text that a model reads at a
-        time and remembers.
+        `reference` has further references, and `outputs` are evaluated instead of the run's own; each is a file with a
+        text per line or a list with a text per example. `against` is another run, or outputs, to compare with.
+        `bootstrap` is the number of samples for the 95% intervals (0: none), `confusions` the number of confusions to
+        report. `context` and `memory` are the tokens of plain text that a model reads at a time and remembers.
         """
         values = {
             "metrics": metrics, "bleu_tokenize": bleu_tokenize, "lowercase": lowercase, "bootstrap": bootstrap,
             "confusions": confusions, "context": context, "memory": memory, "engine": engine, "strict": strict,
         }  # fmt: skip
-        evaluation_options = parse(
-            EvaluationOptions, {name: x for name, x in values.items() if x is not None}, "evaluate"
-        )
+        values = {name: value for name, value in values.items() if value is not None}
+        evaluation_options = parse(EvaluationOptions, values, "evaluate")
         texts: dict[str, list[str]] = {}
-        references = named_references(reference, texts)
+        several = [] if reference is None else reference
+        items = checked_list("evaluate: reference", "files or lists of texts", several, (object,), '["test.ref"]')
+        references = [named_texts(f"reference[{index}]", each, texts) for index, each in enumerate(items)]
         output_file = None if outputs is None else named_texts("outputs", outputs, texts)
         other = against if against is None or isinstance(against, Run) else named_texts("against", against, texts)
         runs = self._runs(ensemble)
         named: tuple[Column, ...] = () if columns is None else parse_columns(columns, bool(references))
         lines = {"columns": named, "reference": references, "outputs": output_file, "ensemble": runs[1:]}
         engine = evaluation_options.engine or "torch"
-
-        def open_one(runs: Sequence[Run], options: Options) -> Engine:
-            return open_engine(runs, options, engine, "none", 1 if engine == "torch" else None)
-
+        workers = 1 if engine == "torch" else None
         request = EvaluationRequest(
             options=evaluation_options,
             chosen={*settings, *evaluation_options.chosen, *(name for name, value in lines.items() if value)},
@@ -281,7 +249,7 @@ class LoadedRun(Run):
             against=other,
             references=references,
             texts=texts,
-            open_engine=open_one,
+            open_engine=partial(open_engine, engine=engine, scores="none", workers=workers),
         )
         reads = request.check()
         request = replace(request, decoding=self._options(options, settings, engine))
@@ -302,21 +270,15 @@ class LoadedRun(Run):
         """Every attention map of one example, by name, with `target` or the best output of a beam search.
 
         For a language model `target` is the continuation; without it the model generates `more` tokens. For a
-        classifier `target` is a label. An image is an array (channels, height, width), with numbers as in its file.
+        classifier it is a label. An image is an array (channels, height, width), with numbers as in its file.
         """
-        if target is not None and not isinstance(target, str):
-            raise UserError(f"attention: target is a text, not {shown_value(target)}")
         Options.of(beam=beam)
-        if isinstance(more, bool) or not isinstance(more, int) or more < 0:
-            raise UserError(f"attention: more is a number of tokens, not {shown_value(more)}")
         if isinstance(source, np.ndarray):
             return trace_image(self, source, target)
-        if not isinstance(source, str | Example):
-            raise UserError(f"attention: takes one text, regard.Example or image, not {shown_value(source)}")
-        check_texts("attention", source)
-        example = Example(source) if isinstance(source, str) else source
-        answer = target or example.target
-        if remark := unknown_remark(self.codec, example._replace(target=None if self.task.labels else answer)):
+        example = source if isinstance(source, Example) else Example(source)
+        example = example._replace(target=target or example.target)
+        check_texts("attention", example)
+        if remark := unknown_remark(self.codec, example._replace(target=None) if self.task.labels else example):
             warnings.warn(f"attention: {remark}", stacklevel=2)
         return trace_example(self, example, target, beam, more)
 
@@ -326,12 +288,8 @@ class LoadedRun(Run):
 
     def _options(self, options: Options | None, settings: Mapping[str, Any], engine: EngineName = "torch") -> Options:
         if options is not None and not isinstance(options, Options):
-            raise UserError(
-                f"options: takes a regard.Options, not {shown_value(options)}; or write beam=5 and the like"
-            )
-        checked = options or Options.of(**settings)
-        if options is not None and settings:
-            checked = Options.of(**{**options.model_dump(), **settings})
+            raise UserError(f"options: takes a regard.Options, not {shown_value(options)}; or write beam=5 etc.")
+        checked = Options.of(**{**({} if options is None else options.model_dump()), **settings})
         check_engine(engine, checked)
         return usable_options(checked, self.model.device, lambda message: warnings.warn(message, stacklevel=7))
 
@@ -385,10 +343,6 @@ def load(path: str | Path, device: str | torch.device = "cpu", *, verify: bool =
 
     Changed files are refused. Large weights are compared by size only, with `verify` by content.
     """
-    if not isinstance(path, str | Path):
-        raise UserError(f"load: takes the path of a run directory, not {shown_value(path)}")
-    if not isinstance(device, str | torch.device):
-        raise UserError(f"load: device is auto, cpu, cuda, cuda:N or mps, not {shown_value(device)}")
     return LoadedRun.load(path, choose_device(device) if isinstance(device, str) else device, verify)
 
 
@@ -416,35 +370,18 @@ def train(
 ) -> LoadedRun:
     """Train a model, write the run to `out` and open it. Without a `reporter` nothing is printed.
 
-    The recipe is a `Recipe`, its tables, a TOML file or the name of a shipped recipe; settings without a value are
-    chosen from the data. Keywords change the recipe; `settings` changes all other keys, as `--set` does:
-    {"lr": 1e-3, "decoder.layers": 2}. Training and validation data are files or data in memory: a list of pairs, a
-    data frame, a dataset, or texts for a language model.
+    The recipe is a `Recipe`, its tables, a TOML file or the name of a shipped recipe. Keywords change it; `settings`
+    changes all other keys, as `--set` does: {"lr": 1e-3, "decoder.layers": 2}. Training and validation data are files
+    or data in memory: a list of pairs, a data frame, a dataset, or texts for a language model.
     """
     if isinstance(recipe, Recipe):
         recipe = recipe.model_dump(exclude_unset=True)
-    elif recipe is not None and not isinstance(recipe, str | Path | Mapping):
-        raise UserError(
-            f"train: takes a recipe as tables, a Recipe, a file or a shipped name, not {shown_value(recipe)}"
-        )
-    if not isinstance(out, str | Path):
-        raise UserError(f"train: out is the path of a run directory, not {shown_value(out)}")
-    if reporter is not None and not all(hasattr(reporter, name) for name in ("say", "event", "loss", "tick", "close")):
-        raise UserError(f"train: reporter shows progress, as regard.make_reporter() does, not {shown_value(reporter)}")
     options: dict[str, Any] = {
-        "task": task,
-        "preset": preset,
-        "data.columns": columns,
-        "text.source_tokens": source_tokens,
-        "text.target_tokens": target_tokens,
-        "train.start_from": None if start_from is None else str(start_from),
-        "train.minutes": minutes,
-        "train.steps": steps,
-        "train.epochs": epochs,
-        "train.seed": seed,
-        "train.workers": workers,
-        "train.device": device,
-    }
+        "task": task, "preset": preset, "data.columns": columns, "text.source_tokens": source_tokens,
+        "text.target_tokens": target_tokens, "train.start_from": None if start_from is None else str(start_from),
+        "train.minutes": minutes, "train.steps": steps, "train.epochs": epochs, "train.seed": seed,
+        "train.workers": workers, "train.device": device,
+    }  # fmt: skip
     options = {key: value for key, value in options.items() if value is not None}
     changes = as_settings(settings)
     memory = {}

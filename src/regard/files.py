@@ -236,7 +236,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def update_manifest(directory: Path, names: Iterable[str]) -> None:
     """Measure files and write their entries. Other entries are kept while their files exist."""
-    files = {name: _measure(directory / name) for name in names if (directory / name).is_file()}
+    files = {name: measure_file(directory / name) for name in names if (directory / name).is_file()}
     _write(directory, {n: e for n, e in _entries(directory).items() if (directory / n).is_file()} | files)
 
 
@@ -264,7 +264,8 @@ def _write(directory: Path, files: dict[str, Entry]) -> None:
     write_json(directory / MANIFEST, Manifest(files=dict(sorted(files.items()))).model_dump(mode="json"))
 
 
-def _measure(path: Path) -> Entry:
+def measure_file(path: Path) -> Entry:
+    """The hash and the size of a file."""
     try:
         with path.open("rb") as file:
             return Entry(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size=file.tell())
@@ -290,7 +291,7 @@ def changed_files(directory: Path, names: Collection[str] | None = None, verify:
         size = path.stat().st_size
         if size != entry.size:
             wrong.append(f"{path}: has changed: {size:,} bytes instead of {entry.size:,}")
-        elif (verify or size <= MAX_HASHED_BYTES) and _measure(path) != entry:
+        elif (verify or size <= MAX_HASHED_BYTES) and measure_file(path) != entry:
             wrong.append(f"{path}: has changed: same size, but another SHA-256")
     return wrong
 

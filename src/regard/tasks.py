@@ -1,7 +1,4 @@
-"""The six tasks: what a run reads, learns and answers, as plain values.
-
-What a task does in a higher layer (make batches, validate, answer, evaluate) is one table there, from task to function.
-"""
+"""The six tasks as plain values; what a task does in a higher layer is one table there, from task to function."""
 
 from __future__ import annotations
 

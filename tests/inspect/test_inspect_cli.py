@@ -155,7 +155,7 @@ def test_a_language_model_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[
     run.save(tmp_path / "run")
     inspect.command(str(tmp_path / "run"), "abc", go_on=4, output=str(page))
     ids = continuation(run, "abc", 4)
-    message = f"abc  →  {run.codec.decode_target(ids)}"
+    message = f"abc → {run.codec.decode_target(ids)}"
     assert message in capsys.readouterr().err
     with torch.no_grad():  # step by step as in one go
         start = [run.config.start_id, *run.codec.target.encode(["abc"])[0]]

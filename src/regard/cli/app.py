@@ -155,9 +155,7 @@ def run() -> int:
             traceback.print_exc()
             return 1
         fault = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return _fail(
-            f"{fault}\n  this is a fault in regard, not in your input; REGARD_DEBUG=1 shows where it happened", 1
-        )
+        return _fail(f"{fault}\n  this is a fault in regard, not in your input; REGARD_DEBUG=1 shows where", 1)
 
 
 def _probable_option(name: str, command: Any) -> str:

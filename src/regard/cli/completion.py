@@ -1,7 +1,4 @@
-"""Shell completion of presets, recipes, settings and runs without importing the verbs, and so torch.
-
-Only completing the name of an option imports the module of its verb, which takes about a second.
-"""
+"""Shell completion; only completing the name of an option imports the module of a verb, and so torch."""
 
 from __future__ import annotations
 
@@ -39,14 +36,10 @@ class VerbCompletion(typer.core.TyperCommand):
         self._load = load
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        if incomplete.startswith("-"):
-            return self._complete_option(ctx, incomplete)
-        words = suggestions(str(self.name), ctx.args, incomplete)
-        return [shell_completion.CompletionItem(word) for word in words if word.startswith(incomplete)]
-
-    def _complete_option(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Options of the verb with this beginning, without those on the command line that cannot be repeated."""
-        command = self._load(str(self.name))
+        if not incomplete.startswith("-"):
+            words = suggestions(str(self.name), ctx.args, incomplete)
+            return [shell_completion.CompletionItem(word) for word in words if word.startswith(incomplete)]
+        command = self._load(str(self.name))  # it leaves out options on the command line that cannot be repeated
         with command.make_context(self.name, list(ctx.args), parent=ctx.parent, resilient_parsing=True) as context:
             options: list[Any] = command.shell_complete(context, incomplete)
         return options

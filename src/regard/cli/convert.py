@@ -28,12 +28,11 @@ def command(
         str | None,
         typer.Option(
             metavar="FORMAT",
-            help="Export a run: hf (transformers), ctranslate2, or html, a page that runs the model in the browser.",
+            help="Export a run: hf (transformers), ctranslate2, or html, a page that runs in the browser.",
         ),
     ] = None,
     quantization: Annotated[
-        str | None,
-        typer.Option(help="int8 or fp32; for html also fp16. (default: fp32 for ctranslate2, int8 for html)"),
+        str | None, typer.Option(help="int8 or fp32; html: also fp16. (default: fp32 for ctranslate2, int8 for html)")
     ] = None,
     text: Annotated[str | None, typer.Option(help="With --to html: the first input that the page shows.")] = None,
     features: Annotated[str | None, typer.Option(help="Features of --text, for a run trained with features.")] = None,

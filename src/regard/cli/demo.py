@@ -1,7 +1,4 @@
-"""`regard demo`: learn English pronunciation from the CMU dictionary, and pronounce new words.
-
-It calls `fit`, `evaluate` and `generate` as the other verbs do, and keeps all files.
-"""
+"""`regard demo`: learn English pronunciation from the CMU dictionary, and pronounce new words."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from regard.errors import UserError, missing_extra, plural
 from regard.evaluate.evaluator import Evaluation, evaluate
 from regard.inspect.live import require_script_engine, write_live_page
 from regard.inspect.plots import draw_in_colour, draw_in_shades
-from regard.presets import merge
 from regard.recipe import Recipe, load_recipe
 from regard.run import Run
 from regard.text.codec import Example
@@ -41,18 +37,12 @@ VALID, TEST = 600, 1000  # words
 NEW_WORDS = ("doomscroll", "googling", "vaxxer", "blockchain", "emoji", "vlogger", "cryptocoin", "podcaster", "selfies")
 SHOWN_NEW, SHOWN_KNOWN = 3, 2
 
-RECIPE: dict[str, Any] = {
-    "preset": "transformer-tiny",
-    "text": {"source_tokens": "char", "target_tokens": "space"},
-    "train": {"batch_examples": 128, "lr": 2e-3},
-}
-
 
 def command(
     minutes: Annotated[float, typer.Option(min=0.05, help="Training time.")] = 3.0,
     out: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Directory for data and run. (default: runs/demo, then runs/demo-2, ...)"),
+        typer.Option(metavar="DIR", help="Directory for data and run. (default: runs/demo, runs/demo-2, ...)"),
     ] = None,
 ) -> None:
     """Train a pronunciation model and show its answers.
@@ -80,8 +70,7 @@ def command(
     chosen = choose_words(words)
     # The output shows probabilities, so hypotheses are ranked by them, without a length penalty.
     options = Options(beam=5, nbest=3, alignment=True, length_penalty=0.0)
-    pronounced = list(generate(run, [word for word, _ in chosen], options))
-    for (word, reference), hypotheses in zip(chosen, pronounced, strict=True):
+    for (word, reference), hypotheses in zip(chosen, generate(run, [word for word, _ in chosen], options), strict=True):
         _show_word(console, word, hypotheses, reference)
     page = directory / "pronounce.html"
     write_live_page(run, page, example=Example(chosen[0][0]))
@@ -145,8 +134,13 @@ def write(words: Words, out: Path) -> None:
 
 def recipe(out: Path, minutes: float) -> Recipe:
     """The recipe: the smallest preset, which learns from a hundred thousand words in a few minutes."""
-    data = {"train": str(out / "train.tsv"), "valid": str(out / "valid.tsv")}
-    return load_recipe(merge(RECIPE, {"data": data, "train": {"minutes": minutes}}), "demo")
+    tables: dict[str, Any] = {
+        "preset": "transformer-tiny",
+        "data": {"train": str(out / "train.tsv"), "valid": str(out / "valid.tsv")},
+        "text": {"source_tokens": "char", "target_tokens": "space"},
+        "train": {"batch_examples": 128, "lr": 2e-3, "minutes": minutes},
+    }
+    return load_recipe(tables, "demo")
 
 
 def choose_words(words: Words) -> list[tuple[str, str | None]]:
@@ -157,10 +151,9 @@ def choose_words(words: Words) -> list[tuple[str, str | None]]:
 
 
 def _show_scores(console: Console, result: Evaluation) -> None:
-    meanings = {"per": "phone edits per phone", "wer": "words with at least one wrong phone"}
     console.print()
     console.rule(f"{result.examples:,} held-out words", align="left", characters="─")
-    for name, meaning in meanings.items():
+    for name, meaning in (("per", "phone edits per phone"), ("wer", "words with at least one wrong phone")):
         measured = result.metrics[name]
         interval = f"(95%: {measured.low:.1f} to {measured.high:.1f})"
         console.print(f" {name.upper()} [bold]{measured.score:5.1f} %[/]  {meaning} [dim]{interval}[/]")
@@ -169,8 +162,7 @@ def _show_scores(console: Console, result: Evaluation) -> None:
 def _show_word(console: Console, word: str, hypotheses: list[Hypothesis], reference: str | None) -> None:
     """Show a word, its most probable pronunciations, the alignment of the best, and the reference if known."""
     origin = "not in the dictionary" if reference is None else "held out"
-    console.print()
-    console.print(Text.assemble((f" {word}", "bold"), (f"  {origin}", "dim")))
+    console.print(Text.assemble((f"\n {word}", "bold"), (f"  {origin}", "dim")))
     table = Table(box=None, show_header=False, padding=(0, 1))
     for hypothesis in hypotheses:
         mark = Text("✓", style="green") if hypothesis.text == reference else Text(" ")
@@ -190,10 +182,8 @@ def _show_word(console: Console, word: str, hypotheses: list[Hypothesis], refere
 
 
 def _show_next(console: Console, directory: Path, page: Path) -> None:
-    console.print()
-    text = f" Open {page} in a browser: it pronounces any word, and shows every layer and head"
+    text = f"\n Open {page} in a browser: it pronounces any word, and shows every layer and head\n"
     console.print(text, highlight=False, soft_wrap=True)
-    console.print()
     console.rule("Now try", align="left", characters="─")
     for line in (
         f"echo transformer | regard generate {directory}/run --beam 5 --nbest 3",

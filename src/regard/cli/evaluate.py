@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -33,8 +34,6 @@ from regard.cli.output import message, out, out_json, print_table
 from regard.config import parse
 from regard.data.reader import STDIN, Source, shown
 from regard.data.tables import format_of
-from regard.decode.engine import Engine
-from regard.decode.request import Options
 from regard.errors import UserError, plural
 from regard.evaluate.evaluator import Evaluation, EvaluationOptions, EvaluationRequest, evaluate_file, parse_columns
 from regard.metrics import MetricSettings
@@ -55,17 +54,13 @@ def command(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run directory; not with --outputs.")] = None,
     file: Annotated[
         str | None,
-        typer.Argument(
-            metavar="FILE", help="Pairs or labelled texts (TSV, .jsonl), text, or images (.npz); - is stdin."
-        ),
+        typer.Argument(metavar="FILE", help="Pairs or labels (TSV, .jsonl), text, or images (.npz); - is stdin."),
     ] = None,
     target: Target = None,
-    reference: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="More references, one per line. Repeatable.")
-    ] = None,
+    reference: Annotated[list[str] | None, typer.Option(metavar="FILE", help="More references. Repeatable.")] = None,
     columns: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="The columns of FILE; target may be repeated. (default: as in training)"),
+        typer.Option(metavar="NAMES", help="Columns of FILE; target may be repeated. (default: as in training)"),
     ] = None,
     outputs: Annotated[
         str | None, typer.Option(metavar="FILE", help="Evaluate these outputs, one per line, instead of a run.")
@@ -81,14 +76,14 @@ def command(
     settings: dict[str, Any],
     against: Annotated[
         str | None,
-        typer.Option(metavar="RUN|FILE", help="Compare with another run or file of outputs, with paired significance."),
+        typer.Option(metavar="RUN|FILE", help="Compare with another run or outputs, with paired significance."),
     ] = None,
     bootstrap: Annotated[int, typer.Option(min=0, help="Bootstrap samples for the 95% intervals; 0: none.")] = 1000,
     confusions: Annotated[
         int | None, typer.Option(min=0, help="Most frequent confusions to print. (default: 10; for sentences 0)")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of plain text read at a time. (default: as in training)")
+        int | None, typer.Option(help="Tokens of plain text at a time. (default: as in training)")
     ] = None,
     memory: Annotated[
         int | None, typer.Option(min=1, help="Tokens of segment memory for plain text. (default: as in training)")
@@ -118,16 +113,21 @@ def command(
     decoding, engine_name = parse_decoding(options, engine)
     metrics = [name for each in metric or [] for name in each.split(",")]
     reading = chosen_options(confusions=confusions, context=context, memory=memory, strict=strict)
-    evaluation_options = parse(
-        EvaluationOptions, {"metrics": metrics, "bootstrap": bootstrap, **settings, **reading}, "options"
-    )
+    values = {"metrics": metrics, "bootstrap": bootstrap, **settings, **reading}
+    evaluation_options = parse(EvaluationOptions, values, "options")
     paths = [] if outputs is not None or run is None else [run, *(ensemble or [])]
-    runs, other = _open_all(paths, against, device, threads)
-    lines = dict(target=target, columns=columns, reference=reference, outputs=outputs)
-    rest = dict(ensemble=ensemble, prefix_column=prefix_column, engine=engine, workers=workers)
+    compared_run = against if against not in (None, STDIN) and not os.path.isfile(str(against)) else None
+    if compared_run is not None and not os.path.isdir(compared_run):
+        raise UserError(f"--against: {against} is neither a run directory nor a file of outputs")
+    runs = open_runs([*paths, *filter(None, [compared_run])], device, threads)
+    other = against if compared_run is None else runs.pop()
+    others = chosen_options(
+        target=target, columns=columns, reference=reference, outputs=outputs, ensemble=ensemble,
+        prefix_column=prefix_column, engine=engine, workers=workers,
+    )  # fmt: skip
     request = EvaluationRequest(
         options=evaluation_options,
-        chosen={*options, *settings, *reading, *chosen_options(**lines, **rest)},
+        chosen={*options, *settings, *reading, *others},
         runs=runs,
         outputs=outputs,
         against=other,
@@ -143,29 +143,14 @@ def command(
     source = _source(reads, table, loaded, target, columns, request.references, prefix_column)
     if source is not None:
         announce_data(source, reads)
-
-    def open_one(runs: Sequence[Run], options: Options) -> Engine:
-        return open_engine(runs, options, engine_name, "none", workers, threads)
-
-    evaluation = evaluate_file(replace(request, decoding=decoding, open_engine=open_one), source)
+    opener = partial(open_engine, engine=engine_name, scores="none", workers=workers, threads=threads)
+    evaluation = evaluate_file(replace(request, decoding=decoding, open_engine=opener), source)
     for remark in evaluation.remarks:
         message(remark)
     if json:
         out_json(evaluation.to_json())
     else:
         _print_scores(evaluation, str(run if outputs is None else outputs), against)
-
-
-def _open_all(
-    paths: list[str], against: str | None, device: str, threads: int | None
-) -> tuple[list[Run], Run | str | None]:
-    """The runs, and the run or the file of outputs to compare with."""
-    if against is None or against == STDIN or os.path.isfile(against):
-        return open_runs(paths, device, threads), against
-    if not os.path.isdir(against):
-        raise UserError(f"--against: {against} is neither a run directory nor a file of outputs")
-    *runs, other = open_runs([*paths, against], device, threads)
-    return runs, other
 
 
 def _source(

@@ -43,25 +43,21 @@ def command(
     options: dict[str, Any],
     file: Annotated[
         str,
-        typer.Argument(metavar="FILE", help="Sources, one per line, requests (.jsonl), or images (.npz); - is stdin."),
+        typer.Argument(metavar="FILE", help="Source lines, requests (.jsonl), or images (.npz); - is stdin."),
     ] = "-",
     jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="Lines are JSON objects, as in a .jsonl file. Implies --json.")
+        bool, typer.Option("--jsonl", help="Lines are JSON, as in a .jsonl file. Implies --json.")
     ] = False,
     ensemble: Ensemble = None,
     prefix_column: PrefixColumn = False,
     engine: EngineOption = None,
     json: Json = False,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Print each token as soon as it is decoded, line by line.")
-    ] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print each token as soon as it is decoded.")] = False,
     out: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Write to a file, in shards of --window lines; a restart continues."),
+        str | None, typer.Option(metavar="PATH", help="Write a file, in shards of --window lines; a restart continues.")
     ] = None,
     ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="With --out: use a Ray cluster; local starts one here, auto finds one."),
+        str | None, typer.Option(metavar="ADDRESS", help="With --out: a Ray cluster; local starts one, auto finds one.")
     ] = None,
     workers: Workers = None,
     threads: Threads = None,

@@ -29,12 +29,8 @@ def command(
     target: Target = None,
     columns: Columns = None,
     examples: Annotated[int, typer.Option(min=1, help="Pairs, images or windows of text to measure on.")] = 200,
-    no_ablation: Annotated[
-        bool, typer.Option("--no-ablation", help="Skip ablation, which needs one pass per head.")
-    ] = False,
-    links: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Reference alignments, one line per pair: 0-0 1-2 ...")
-    ] = None,
+    no_ablation: Annotated[bool, typer.Option("--no-ablation", help="Skip ablation (one pass per head).")] = False,
+    links: Annotated[str | None, typer.Option(metavar="FILE", help="Alignments, a line per pair: 0-0 1-2 ...")] = None,
     no_store: Annotated[bool, typer.Option("--no-store", help="Do not store the alignment heads in the run.")] = False,
     picture: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw the importance by layer and head (.png, .svg, .pdf).")

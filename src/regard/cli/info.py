@@ -40,24 +40,16 @@ def command(
     beam: Annotated[int, typer.Option(min=1, help="Beam width of decoding.")] = 5,
     sentences: Annotated[int, typer.Option(min=1, help="Sentences per decoding batch.")] = 32,
     ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Show memory and communication per process for N processes.", rich_help_panel=RANKS),
+        int | None, typer.Option(min=1, help="Show memory and communication per process.", rich_help_panel=RANKS)
     ] = None,
     flops: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-6, metavar="TFLOP/s", help="Speed of a process, for the time of a step.", rich_help_panel=RANKS
-        ),
+        float | None, typer.Option(min=1e-6, metavar="TFLOP/s", help="Speed of a process.", rich_help_panel=RANKS)
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(
-            min=1e-6, metavar="GB/s", help="Bandwidth of the slowest link of a process.", rich_help_panel=RANKS
-        ),
+        typer.Option(min=1e-6, metavar="GB/s", help="Bandwidth of its slowest link.", rich_help_panel=RANKS),
     ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare the content of all files of the run with its manifest.")
-    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare all files of the run with its manifest.")] = False,
     accept: Annotated[bool, typer.Option("--accept", help="Accept intentional changes to files of the run.")] = False,
     json: Json = False,
 ) -> None:
@@ -102,20 +94,17 @@ def command(
 
 def _list_all(json: bool) -> None:
     """List presets with their sizes and purposes, and recipes."""
+    sizes = {name: sum(count_parameters(on_meta(preset(name))).values()) for name in ABOUT}
+    recipes = {name: recipe_summary(name) for name in recipe_names()}
     if json:
-        for name, about in ABOUT.items():
-            out_json({"preset": name, "parameters": _size(name), "about": about})
-        for name in recipe_names():
-            out_json({"recipe": name, "about": recipe_summary(name)})
+        for name, size in sizes.items():
+            out_json({"preset": name, "parameters": size, "about": ABOUT[name]})
+        for name, about in recipes.items():
+            out_json({"recipe": name, "about": about})
         return
-    rows = [("preset", name, si(_size(name)), about) for name, about in ABOUT.items()]
-    rows += [("recipe", name, "", recipe_summary(name)) for name in recipe_names()]
-    print_table(rows, left=(0, 1, 3))
+    rows = [("preset", name, si(size), ABOUT[name]) for name, size in sizes.items()]
+    print_table([*rows, *(("recipe", name, "", about) for name, about in recipes.items())], left=(0, 1, 3))
     message("sizes: parameters with the published vocabulary, else with 8,000 tokens; details: regard info NAME")
-
-
-def _size(name: str) -> int:
-    return sum(count_parameters(on_meta(preset(name))).values())
 
 
 def find_config(

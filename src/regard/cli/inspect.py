@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from regard.answers import unknown_remark
+from regard.answers import trace_example, unknown_remark
 from regard.cli.options import Device, OneThread, RunPath, open_runs
 from regard.cli.output import message, out
 from regard.data.images import read_images
@@ -17,7 +17,7 @@ from regard.errors import UserError, plural
 from regard.files import replace_file
 from regard.inspect.live import live_page
 from regard.inspect.plots import draw_all_heads, draw_in_colour, draw_in_shades, draw_matrix, save
-from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
+from regard.inspect.trace import Trace, trace_image
 from regard.run import Run, require_numbers
 from regard.suggest import one_of
 from regard.text.codec import Example
@@ -30,8 +30,7 @@ SELECTION = "Attention shown by --png, --svg and --terminal"
 def command(
     run: RunPath,
     text: Annotated[
-        str,
-        typer.Argument(metavar="TEXT", help="The source text, or an .npz file of images; - reads a line from stdin."),
+        str, typer.Argument(metavar="TEXT", help="The source text, or an .npz file of images; - reads a line of stdin.")
     ],
     target: Annotated[
         str | None, typer.Option(help="Output, continuation or label to inspect. (default: the model's output)")
@@ -44,9 +43,7 @@ def command(
     output: Annotated[
         str | None, typer.Option("--out", "-o", metavar="FILE", help="The page. (default: attention.html)")
     ] = None,
-    live: Annotated[
-        bool, typer.Option("--live", help="Embed the model in the page, which then answers any input.")
-    ] = False,
+    live: Annotated[bool, typer.Option("--live", help="Embed the model, so that the page answers any input.")] = False,
     png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture.")] = None,
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a scalable picture.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Draw on the terminal.")] = False,
@@ -55,7 +52,7 @@ def command(
     ] = None,
     layer: Annotated[int | None, typer.Option(min=1, help="Layer. (default: all)", rich_help_panel=SELECTION)] = None,
     head: Annotated[
-        int | None, typer.Option(min=1, help="Head. (default: their mean)", rich_help_panel=SELECTION)
+        int | None, typer.Option(min=1, help="Head. (default: the mean)", rich_help_panel=SELECTION)
     ] = None,
     beam: Annotated[int, typer.Option(min=1, help="Beam width of the search for the output.")] = 5,
     threads: OneThread = 1,
@@ -85,14 +82,11 @@ def command(
         message(remark)
     if opened.task.reads == "images":
         traced = _trace_image(opened, text, index, target)
-    elif not opened.task.seq2seq:
-        traced = trace_text(opened, text, target, go_on, features)
-        message("  →  ".join(traced.texts.values()))
-    elif go_on:
+    elif go_on and opened.task.seq2seq:
         raise UserError("--continue: only a language model continues a text")
     else:
-        traced = trace_pair(opened, Example(text, None, features), target, beam)
-        if target is None:
+        traced = trace_example(opened, Example(text, features=features), target, beam, go_on)
+        if target is None or not opened.task.seq2seq:
             message(" → ".join(traced.texts.values()))
     selected = None if layer is None else layer - 1, None if head is None else head - 1
     for note in traced.notes:

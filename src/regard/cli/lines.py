@@ -23,7 +23,6 @@ from regard.cli.output import json_line, message
 from regard.data.reader import (
     BAD_REQUEST,
     COLUMNS,
-    MAX_LOCATIONS,
     NO_MEMORY,
     STDIN,
     TOO_LONG,
@@ -48,9 +47,11 @@ from regard.tasks import Reads
 from regard.text.codec import MAX_DISTINCT, Codec, Example, UnknownTokens
 
 IMAGES = "images (.npz)"
+ESCAPES = str.maketrans({"\\": r"\\", "\t": r"\t", "\n": r"\n", "\r": r"\r"})  # of a token in plain output
 # The content of a column of a table, in words.
-COLUMN_WORDS = {"source": "a source", "features": "features", "target": "a target"}
-COLUMN_WORDS |= {"text": "a text", "prefix": "a prefix"}  # further columns of `generate`
+COLUMN_WORDS = {
+    "source": "a source", "features": "features", "target": "a target", "text": "a text", "prefix": "a prefix",
+}  # fmt: skip
 LABELLED_WORDS = COLUMN_WORDS | {"source": "a text", "target": "a label"}
 
 
@@ -94,9 +95,7 @@ class InputLines:
         self, path: str, codec: Codec, prefix_column: bool = False, prompts: bool = False, jsonl: bool = False
     ) -> None:
         self.path = path
-        self.is_file = _is_file(path)
         self.jsonl = jsonl or format_of(path) == "jsonl"
-        self.codec = codec
         self.counter = LineCounter()
         self.unknown = UnknownTokens()
         self.targets_ignored = 0
@@ -114,7 +113,7 @@ class InputLines:
         names = [*(["text"] if self._prompts else self._names), *["prefix"] * self._prefix_column]
         announce_stdin(self.path, "a JSON object per line" if self.jsonl else columns_in_words(names))
         lines = read_lines(self.path)
-        for batch in windows(lines, count) if self.is_file else _available(lines, count):
+        for batch in windows(lines, count) if _is_file(self.path) else _available(lines, count):
             yield self.parse(batch)
 
     def parse(self, lines: Iterable[Line]) -> list[InputLine]:
@@ -239,7 +238,6 @@ class GenerateJob:
     jsonl: bool = False
     json: bool = False
     prefix_column: bool = False
-    path: str = ""  # of the file, from another directory
 
 
 class LineAnswerer:
@@ -266,8 +264,7 @@ class LineAnswerer:
         job = self.job
         task = self.run.task
         prompts = task.reads == "text" and not task.seq2seq
-        lines = InputLines(job.path or job.file, self.run.codec, job.prefix_column, prompts, job.jsonl)
-        lines.path = job.file  # the path in messages
+        lines = InputLines(job.file, self.run.codec, job.prefix_column, prompts, job.jsonl)
         if task.request_fields is not None:
             lines.fields = [name for name in lines.fields if name in task.request_fields]
         return lines
@@ -313,7 +310,7 @@ class LineAnswerer:
         elif self.masks:
             rows = [(n, top) for n, row in enumerate(hypotheses[0].top_tokens, 1) for top in row]
             for number, (token, score) in rows:
-                yield f"{line.number}\t{number}\t{math.exp(score):.4f}\t{_escaped(token)}"
+                yield f"{line.number}\t{number}\t{math.exp(score):.4f}\t{token.translate(ESCAPES)}"
             if not rows:
                 yield f"{line.number}\t\t\t"
         elif self.several:
@@ -330,7 +327,8 @@ class LineAnswerer:
         """The counts and the output of the lines of a shard."""
         reader = self.lines()
         output = self.answer(reader, reader.parse(lines))
-        return counts_of(reader), output
+        others = {"targets_ignored": reader.targets_ignored, "degenerate": reader.degenerate}
+        return {**reader.counter.counts(), **others, "unknown": vars(reader.unknown)}, output
 
     def close(self) -> None:
         """Release the engine."""
@@ -354,39 +352,19 @@ def links(hypothesis: Hypothesis) -> str:
     return "" if alignment is None else f"\t{' '.join(f'{s}-{t}' for s, t in alignment.hard)}"
 
 
-def _escaped(token: str) -> str:
-    """A token with its tabs and line breaks escaped."""
-    return token.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
-
-
 def one_line(text: str) -> str:
     """A text with spaces for line breaks: one line in, one line out."""
     return text.replace("\n", " ").replace("\r", " ")
 
 
-# Counts of shards
-
-
-def counts_of(lines: InputLines) -> Counts:
-    """The counts of a reader as JSON."""
-    unknown = {"counts": dict(lines.unknown.counts), "total": lines.unknown.total, "texts": lines.unknown.texts}
-    others = {"targets_ignored": lines.targets_ignored, "degenerate": lines.degenerate, "unknown": unknown}
-    return {**lines.counter.to_json(), **others}
-
-
 def add_counts(lines: InputLines, counts: Counts) -> None:
-    """Add the counts of later lines."""
-    counter = lines.counter
-    counter.read += counts["read"]
-    counter.skipped.update(counts["skipped"])
-    for reason, locations in counts["places"].items():
-        named = counter.locations.setdefault(reason, [])
-        named += locations[: MAX_LOCATIONS - len(named)]
+    """Add the counts of a shard with later lines."""
+    lines.counter.add(counts)
     lines.targets_ignored += counts["targets_ignored"]
     lines.degenerate += counts["degenerate"]
-    unknown = lines.unknown
-    unknown.total += counts["unknown"]["total"]
-    unknown.texts += counts["unknown"]["texts"]
-    for token, count in counts["unknown"]["counts"].items():
+    unknown, more = lines.unknown, counts["unknown"]
+    unknown.total += more["total"]
+    unknown.texts += more["texts"]
+    for token, count in more["counts"].items():
         if token in unknown.counts or len(unknown.counts) < MAX_DISTINCT:
             unknown.counts[token] += count

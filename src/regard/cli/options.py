@@ -46,20 +46,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per li
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads. (default: 1 for a small model, else one per core)")]
 OneThread = Annotated[int, typer.Option("--threads", min=1, help="Threads.")]
 Workers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Worker processes. (default: one per core, for a small model and enough input)"),
+    int | None, typer.Option(min=1, help="Worker processes. (default: one per core for a small model and enough input)")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line instead of skipping it.")]
-Columns = Annotated[
-    str | None, typer.Option(metavar="NAMES", help="The columns of the data. (default: as in training)")
-]
+Columns = Annotated[str | None, typer.Option(metavar="NAMES", help="Columns of the data. (default: as in training)")]
 Target = Annotated[
-    str | None, typer.Option(help="A separate file with the targets; the data file then has the sources only.")
+    str | None, typer.Option(help="A separate file with the targets; the data file has the sources only.")
 ]
 Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting: dropout=0.2, train.lr=3e-4. Repeatable."),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting: train.lr=3e-4. Repeatable.")
 ]
 Ensemble = Annotated[
     list[str] | None,
@@ -70,7 +66,7 @@ PrefixColumn = Annotated[
 ]
 EngineOption = Annotated[
     str | None,
-    typer.Option("--engine", help="torch (default), or ctranslate2: often faster on a CPU.", rich_help_panel=OUTPUT),
+    typer.Option("--engine", help="torch (default), or ctranslate2, faster on CPUs.", rich_help_panel=OUTPUT),
 ]
 
 
@@ -80,8 +76,7 @@ def option_name(name: str) -> str:
 
 
 def chosen_options(**values: Any) -> dict[str, Any]:
-    """The options with a value; an option that was left out is None, False or an empty list."""
-    # not `in (None, False)`: 0 equals False, and an option of 0 must be checked
+    """The options with a value; an option that was left out is None, False (not 0) or an empty list."""
     return {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
 
 
@@ -100,10 +95,9 @@ class FieldOption:
 def field_options(
     value: type[BaseModel], *names: str, panel: str | None = None, table: str = "", flags: Mapping[str, str] = {}
 ) -> list[FieldOption]:
-    """Options for fields of a config value, with type, default and help of the field.
+    """Options for fields of a config value; one that was left out is None: defaults and checks are those of the value.
 
-    An option that was left out is None: defaults and checks are those of the config value. A list of texts is a
-    repeatable option, since texts may contain commas; other lists are separated by commas.
+    A list of texts is a repeatable option, since texts may contain commas; other lists are separated by commas.
     """
     options = []
     for name in names:

@@ -23,7 +23,7 @@ def message(text: str) -> None:
 
 def out(line: str, end: str = "\n") -> None:
     """Write a line of data."""
-    with report_write_errors():
+    with _report_errors():
         sys.stdout.write(line + end)
 
 
@@ -50,13 +50,12 @@ def _finite(value: Any) -> Any:
 
 
 def flush() -> None:
-    """Flush stdout."""
-    with report_write_errors():
+    with _report_errors():
         sys.stdout.flush()
 
 
 @contextmanager
-def report_write_errors() -> Iterator[None]:
+def _report_errors() -> Iterator[None]:
     """Report a failed write to stdout as a UserError."""
     if sys.stdout is None:
         raise UserError("cannot write the output: stdout is closed")
@@ -85,10 +84,9 @@ def print_table(
     styles: Sequence[str] = (),
     sections: Collection[int] = (),
 ) -> None:
-    """Print a table: with frames at a terminal, otherwise tab-separated.
+    """Print a table: at a terminal with frames (unless it has no header), otherwise tab-separated.
 
-    `left` and `bold` are indices of columns, `styles` has a style for each row, and `sections` are the indices of rows
-    with a line before them. A table without a header has no frame.
+    `left` and `bold` are indices of columns, `styles` is by row, and a line precedes the rows with indices `sections`.
     """
     if not at_terminal():
         for row in (header, *rows) if header else rows:

@@ -28,7 +28,7 @@ def command(
     run: RunPath,
     new: Annotated[str, typer.Argument(metavar="OUT", help="The run directory to write.")],
     data: Annotated[
-        str, typer.Option(metavar="DATA", help="Data to rank heads and tune on: pairs (TSV), text or images (.npz).")
+        str, typer.Option(metavar="DATA", help="Data to rank and tune on: pairs (TSV), text, images (.npz).")
     ],
     target: Target = None,
     columns: Columns = None,
@@ -38,12 +38,8 @@ def command(
     heads: Annotated[
         str | None, typer.Option(metavar="AMOUNT", help="Heads to remove: a share (0.4 or 40%) or a number (12).")
     ] = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="Remove all heads of lower importance (see regard heads).")
-    ] = None,
-    greedy: Annotated[
-        bool, typer.Option("--greedy", help="Rank the heads again after each removal; slower, often better.")
-    ] = False,
+    threshold: Annotated[float | None, typer.Option(help="Remove all heads below this importance.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Rank again after each removal; often better.")] = False,
     by: Annotated[str, typer.Option(help="Importance measure: gradient, ablation, or gates (learned).")] = "gradient",
     tune: Annotated[int, typer.Option(min=0, metavar="STEPS", help="Training steps after pruning.")] = 0,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of --tune.")] = 7e-4,
@@ -80,16 +76,9 @@ def command(
     if not len(learn) or not len(held):
         raise UserError(f"{data}: {describe_size(learn)} are too few to judge heads and measure the result")
     smaller, report = prune(
-        opened,
-        learn,
-        held,
-        amount,
-        greedy=greedy,
-        by=criterion,
-        tuning=Tuning(tune, lr),
-        judge_on=examples,
+        opened, learn, held, amount, greedy=greedy, by=criterion, tuning=Tuning(tune, lr), judge_on=examples,
         notify=message,
-    )
+    )  # fmt: skip
     save_pruned(smaller, report, new, opened.path)
     if json:
         out_json(asdict(report))

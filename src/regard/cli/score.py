@@ -53,7 +53,7 @@ def command(
     target: Target = None,
     columns: Columns = None,
     ensemble: Annotated[
-        list[str] | None, typer.Option(metavar="RUN", help="Another run to score with. Repeatable.")
+        list[str] | None, typer.Option(metavar="RUN", help="Also score with this run. Repeatable.")
     ] = None,
     strict: Strict = False,
     json: Json = False,
@@ -88,13 +88,10 @@ def command(
         if json:
             out_json({"line": number, **score_json(example, scored)})
         else:
-            for _ in range(printed + 1, number):
-                out("nan")
-            out(f"{scored.score:.6f}")
+            out("nan\n" * (number - printed - 1) + f"{scored.score:.6f}")
             printed = number
     if not json:
-        for _ in range(printed, counter.read):
-            out("nan")
+        out("nan\n" * (counter.read - printed), end="")
     if counter.read:
         source.require(counter)
     for remark in [counter.summary()] * bool(counter.skipped) + unknown.remarks():

@@ -21,7 +21,7 @@ from regard.cli.output import message
 from regard.decode.request import check_engine
 from regard.decode.sharded_output import Answer, ShardDirectory, answer_on_ray
 from regard.errors import UserError, plural
-from regard.files import read_manifest
+from regard.files import measure_file, read_manifest
 from regard.run import READ
 
 Begin = Callable[[], AbstractContextManager[ShardDirectory]]
@@ -70,8 +70,10 @@ def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, 
         missing, count = directory.missing(), len(directory.shards)
         if rank == 0 and len(missing) < count:
             message(f"{out}: {count - len(missing):,} of {plural(count, 'shard')} are done; continuing with the others")
-        if ray is not None:
-            _over_ray(asked, directory, ray)
+        if ray is not None:  # every machine has the run and the files at the same paths
+            job = replace(asked, runs=tuple(str(Path(run).resolve()) for run in asked.runs), workers=1)
+            gpus = int(asked.device.startswith("cuda"))
+            answer_on_ray(directory, partial(_open_answer, job), ray, asked.workers, asked.threads or 1, gpus)
         else:
             directory.work(answerer.shard, rank, ranks)
         if rank == 0:
@@ -104,14 +106,6 @@ def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDi
     return directory, group.rank, group.size
 
 
-def _over_ray(asked: GenerateJob, directory: ShardDirectory, address: str) -> None:
-    """Answer the shards in Ray actors; every machine has the run and the files at the same paths."""
-    runs = tuple(str(Path(run).resolve()) for run in asked.runs)
-    job = replace(asked, runs=runs, path=str(Path(asked.file).resolve()), workers=1)
-    gpus = int(asked.device.startswith("cuda"))
-    answer_on_ray(directory, partial(_open_answer, job), address, asked.workers, asked.threads or 1, gpus)
-
-
 def _open_answer(job: GenerateJob) -> Answer:
     runs = open_runs(job.runs, job.device, job.threads)
     return LineAnswerer(job, runs, *parse_decoding(job.options, job.engine)).shard
@@ -136,14 +130,6 @@ def _identity(asked: GenerateJob) -> dict[str, Any]:
 
 def _digest(run: Path) -> str:
     """A hash of the files that a run is loaded from; hashes in the manifest are reused."""
-    entries = read_manifest(run).files
-    digest = hashlib.sha256()
-    for name in sorted(READ):
-        if (run / name).is_file():
-            digest.update(f"{name} {entries[name].sha256 if name in entries else _sha256(run / name)}\n".encode())
-    return digest.hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    saved = read_manifest(run).files
+    entries = {name: saved.get(name) or measure_file(run / name) for name in sorted(READ) if (run / name).is_file()}
+    return hashlib.sha256("".join(f"{name} {entry.sha256}\n" for name, entry in entries.items()).encode()).hexdigest()

@@ -37,9 +37,7 @@ FILES = ("train", "source", "target", "valid", "valid_source", "valid_target", "
 )
 def command(
     options: dict[str, Any],
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A TOML file, or the name of a shipped recipe.")
-    ] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A TOML file or a shipped recipe.")] = None,
     out: Annotated[str | None, typer.Option(metavar="RUN", help="The run directory to write.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the interrupted run in --out.", rich_help_panel=TRAINING)
@@ -55,9 +53,7 @@ def command(
     ] = None,
     sweep_random: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Train N random combinations of --sweep only.", rich_help_panel=EXPERIMENTS
-        ),
+        typer.Option(min=1, metavar="N", help="Train only N random combinations.", rich_help_panel=EXPERIMENTS),
     ] = None,
     ray: Annotated[
         str | None,
@@ -70,7 +66,7 @@ def command(
     log: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Also log to tensorboard, mlflow or wandb. Repeatable.", rich_help_panel=EXPERIMENTS
+            metavar="NAME", help="Log to tensorboard, mlflow or wandb. Repeatable.", rich_help_panel=EXPERIMENTS
         ),
     ] = None,
 ) -> None:

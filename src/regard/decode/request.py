@@ -48,7 +48,7 @@ class Options(Value):
     sample: bool = option(False, "Sample tokens instead of searching for the best output.")
     mbr: int = option(
         0,
-        "Pick the candidate with the highest expected utility among N: samples, or the n-best of a beam.",
+        "Pick the candidate with the highest expected utility of N samples or of the n-best of a beam.",
         ge=0,
         le=MAX_HYPOTHESES,
     )
@@ -72,9 +72,7 @@ class Options(Value):
     # steering
     prefix: str = option("", "Start of every output; a line's own prefix takes precedence.")
     require: PhraseList = option((), "Phrase that the output must contain. Repeatable: all of them.", metavar="PHRASE")
-    require_any: PhraseList = option(
-        (), "The output must contain at least one of these phrases. Repeatable.", metavar="PHRASE"
-    )
+    require_any: PhraseList = option((), "The output must contain one of these phrases. Repeatable.", metavar="PHRASE")
     forbid: PhraseList = option((), "Phrase that the output must not contain. Repeatable.", metavar="PHRASE")
     stop: PhraseList = option((), "End the output before the first occurrence of TEXT. Repeatable.", metavar="TEXT")
     alternatives: int = option(0, "Complete each of the K best tokens at one position.", ge=0)
@@ -155,7 +153,22 @@ class Options(Value):
         return parse(cls, settings, "options")
 
 
-class OptionSettings(TypedDict, total=False):
+class BatchSettings(TypedDict, total=False):
+    """Options of classification."""
+
+    max_source: Count
+    batch_tokens: Count
+
+
+class ScoringSettings(BatchSettings, total=False):
+    """Options of scoring."""
+
+    weights: tuple[Weight, ...]
+    window: Count
+    precision: Precision
+
+
+class OptionSettings(ScoringSettings, total=False):
     """The fields of Options as keyword arguments, for editors and type checkers."""
 
     beam: Hypotheses
@@ -163,7 +176,6 @@ class OptionSettings(TypedDict, total=False):
     sample: bool
     mbr: int
     utility: Utility
-    weights: tuple[Weight, ...]
     length_penalty: float
     coverage_penalty: float
     groups: Hypotheses
@@ -191,27 +203,6 @@ class OptionSettings(TypedDict, total=False):
     alignment: bool
     alignment_heads: tuple[HeadIndex, ...]
     top_tokens: int
-    max_source: Count
-    batch_tokens: Count
-    window: Count
-    precision: Precision
-
-
-class ScoringSettings(TypedDict, total=False):
-    """Options of scoring."""
-
-    weights: tuple[Weight, ...]
-    max_source: Count
-    batch_tokens: Count
-    window: Count
-    precision: Precision
-
-
-class BatchSettings(TypedDict, total=False):
-    """Options of classification."""
-
-    max_source: Count
-    batch_tokens: Count
 
 
 def _requirements(value: Any) -> tuple[tuple[str, ...], ...]:
@@ -231,9 +222,8 @@ Whole = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
 
 class Request(BaseModel):
-    """A source with its own constraints.
+    """A source with its own constraints, which override (prefix, lengths, seed) or extend those of the options.
 
-    Its prefix, lengths and seed override the options; its phrases and stop strings are added to those of the options.
     Each item of `require` is a phrase, or a list of phrases of which the output must contain one.
     """
 
@@ -284,8 +274,7 @@ ANSWER_KEYS = ("hypotheses", "candidates", "label", "probabilities", "flags", "e
 def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request.model_fields)) -> Request:
     """A request from JSON with the keys in `fields`; null means that a key is absent.
 
-    Other keys belong to the caller, unless they look like mistakes: options of decoding, misspelt fields, and keys of
-    the answer are refused.
+    Other keys belong to the caller, unless they look like mistakes.
     """
     values = {key: value for key, value in data.items() if value is not None and key in fields}
     missing = [name for name in fields if name not in data]
