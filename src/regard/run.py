@@ -16,22 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
+from regard import files
 from regard.batch import Pixels
 from regard.config import Config, Count, Id, Stack, Value, parse
 from regard.errors import UserError, plural
-from regard.files import (
-    MANIFEST,
-    changed_files,
-    read_json,
-    read_manifest,
-    replace_directory,
-    replace_file,
-    require_own_files,
-    require_unchanged,
-    rewriting,
-    update_manifest,
-    write_json,
-)
 from regard.model import Model, allocate, on_meta
 from regard.nn.primitives import PackedWeights
 from regard.notebook import table
@@ -136,7 +124,7 @@ class Run:
         try:
             run = cls._read(path, device)
         except UserError as error:
-            changes = changed_files(path, READ) if path.is_dir() else []
+            changes = files.changed_files(path, READ) if path.is_dir() else []
             raise UserError("\n  ".join([str(error), *changes])) from None
         require_saved(path, READ, verify)
         return run
@@ -169,8 +157,8 @@ class Run:
             pixels=self.pixels,
             generation=self.generation,
         )
-        with rewriting(path, CONFIG, WEIGHTS, *TOKENIZERS):
-            write_json(path / CONFIG, config.model_dump(mode="json"))
+        with files.rewriting(path, CONFIG, WEIGHTS, *TOKENIZERS):
+            files.write_json(path / CONFIG, config.model_dump(mode="json"))
             self.codec.save(path)
             save_weights(weights_of(self.model), path / WEIGHTS)
 
@@ -178,18 +166,20 @@ class Run:
 def require_saved(path: Path, names: Collection[str] | None = None, verify: bool = False) -> None:
     """Raise UserError if files of a run have changed since they were saved."""
     accept = f"regard info {shlex.quote(str(path))} --accept"
-    require_unchanged(path, f"if this was intended, accept the files as they are: {accept}", names, verify)
+    files.require_unchanged(path, f"if this was intended, accept the files as they are: {accept}", names, verify)
 
 
 def verify_run(path: Path) -> str:
     """Compare every file of a run with its manifest, checkpoints included -> a message."""
     require_saved(path, verify=True)
-    manifests = sorted(path.rglob(MANIFEST))
+    manifests = sorted(path.rglob(files.MANIFEST))
     for manifest in manifests:
-        require_unchanged(manifest.parent, "the run can be used, but training cannot be resumed from it", verify=True)
-    count = sum(len(read_manifest(manifest.parent).files) for manifest in manifests)
+        files.require_unchanged(
+            manifest.parent, "the run can be used, but training cannot be resumed from it", verify=True
+        )
+    count = sum(len(files.read_manifest(manifest.parent).files) for manifest in manifests)
     if not count:
-        return f"{path}: has no {MANIFEST} to compare its files with; --accept writes one"
+        return f"{path}: has no {files.MANIFEST} to compare its files with; --accept writes one"
     return f"{path}: {plural(count, 'file')} as saved, by size and SHA-256"
 
 
@@ -198,11 +188,11 @@ def accept_run(path: Path) -> str:
     read_config(path)
     names = [*READ, RECIPE, CHAT_TEMPLATE]
     try:
-        names += read_manifest(path).files
-        changes = changed_files(path, verify=True)
+        names += files.read_manifest(path).files
+        changes = files.changed_files(path, verify=True)
     except UserError as error:
         changes = [str(error)]
-    update_manifest(path, names)
+    files.update_manifest(path, names)
     return "\n  ".join([f"{path}: its files are accepted as they are", *changes])
 
 
@@ -228,14 +218,14 @@ def read_config(path: Path) -> RunConfig:
         raise UserError(f"{path}: is a file, not a run directory; a run is named first, files after it")
     if not path.is_dir():
         raise UserError(f"{path}: no such run directory{closest_run(path)}")
-    require_own_files(path, (*READ, RECIPE, CHAT_TEMPLATE))
+    files.require_own_files(path, (*READ, RECIPE, CHAT_TEMPLATE))
     if not (path / CONFIG).is_file():
         hint = " (was the training stopped before its start?)"
         if inside := [str(path / name) for name in _runs_in(path)]:
             more = f" and {len(inside) - MAX_NAMED:,} more" if len(inside) > MAX_NAMED else ""
             hint = f"; there are runs in it: {', '.join(inside[:MAX_NAMED])}{more}"
         raise UserError(f"{path}: not a run directory: it has no {CONFIG}{hint}")
-    data = read_json(path / CONFIG)
+    data = files.read_json(path / CONFIG)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         number = data.get("format") if isinstance(data, dict) else None
         raise UserError(f"{path / CONFIG}: format {number!r} is not {FORMAT}, the one this version reads")
@@ -259,7 +249,7 @@ def _runs_in(directory: Path) -> list[str]:
     with suppress(OSError):
         for file in sorted(directory.glob(f"[!.]*/{CONFIG}")):
             with suppress(UserError):
-                data = read_json(file)
+                data = files.read_json(file)
                 if isinstance(data, dict) and data.get("format") == FORMAT:  # other libraries use this file name, too
                     names.append(file.parent.name)
     return names
@@ -289,7 +279,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     """Write tensors atomically. The library's own writer would leave a temporary file if it is killed."""
     tensors = {name: x.contiguous().cpu() for name, x in weights.items()}
-    replace_file(path, lambda temporary: temporary.write_bytes(save(tensors)))
+    files.replace_file(path, lambda temporary: temporary.write_bytes(save(tensors)))
 
 
 def require_layers(config: Config, tensors: int, where: str) -> None:
@@ -381,7 +371,7 @@ def average(paths: Sequence[str | Path], out: str | Path) -> Run:
         first.save(temporary)
         if (first.path / HEADS).is_file():
             shutil.copyfile(first.path / HEADS, temporary / HEADS)
-            update_manifest(temporary, [HEADS])
+            files.update_manifest(temporary, [HEADS])
 
-    replace_directory(Path(out), write)
+    files.replace_directory(Path(out), write)
     return replace(first, path=Path(out))

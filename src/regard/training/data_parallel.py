@@ -78,35 +78,28 @@ class _WithUnusedParameter(nn.Module):
 
 def shard(objective: Objective, group: ProcessGroup, *, bf16: bool, offload: bool) -> None:
     """Distribute the weights of an objective's model over a group, in place; offloaded shards are in CPU memory."""
+    from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        FSDPModule,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
 
     # The warning is about in-place changes of the outputs of layers; there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
-    policy = MixedPrecisionPolicy()
+    policy = fsdp.MixedPrecisionPolicy()
     if bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(group.device.type, (group.size,)),
-        "offload_policy": CPUOffloadPolicy() if offload and group.device.type != "cpu" else OffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy() if offload and group.device.type != "cpu" else fsdp.OffloadPolicy(),
     }
     for block in objective.modules():
         # The backward pass of reversible layers uses their parts one by one, so they are gathered with the rest.
         if isinstance(block, Block) and not isinstance(block, ReversibleBlock):
             # The inputs are in bfloat16 already; masks and positions must keep their types.
-            fully_shard(block, **settings, mp_policy=replace(policy, cast_forward_inputs=False))
-            register_fsdp_forward_method(block, "project_source")
-            register_fsdp_forward_method(block, "project_memory")
-    fully_shard(objective, **settings, mp_policy=policy)
+            fsdp.fully_shard(block, **settings, mp_policy=replace(policy, cast_forward_inputs=False))
+            fsdp.register_fsdp_forward_method(block, "project_source")
+            fsdp.register_fsdp_forward_method(block, "project_memory")
+    fsdp.fully_shard(objective, **settings, mp_policy=policy)
     for module in objective.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo supports no other
 

@@ -114,17 +114,12 @@ def make_model(setup: New | Resumed, device: torch.device) -> Model:
     torch.manual_seed(train.seed)  # the same weights in every process
     model = Model(setup.config).to(device)
     if train.start_from is not None and isinstance(setup, New):
-        _load_base(Path(train.start_from), model, setup.fresh)
+        with open_weights(Path(train.start_from) / WEIGHTS) as file:
+            for name, weight in weights_of(model).items():
+                if name not in setup.fresh:
+                    theirs = file.get_tensor(name)
+                    weight[: len(theirs)].copy_(theirs)
     return model
-
-
-@torch.no_grad()
-def _load_base(run: Path, model: Model, fresh: tuple[str, ...]) -> None:
-    with open_weights(run / WEIGHTS) as file:
-        for name, weight in weights_of(model).items():
-            if name not in fresh:
-                theirs = file.get_tensor(name)
-                weight[: len(theirs)].copy_(theirs)
 
 
 def select_trained(model: Model, train: Train, fresh: tuple[str, ...]) -> str | None:
