@@ -192,7 +192,8 @@ def qk(run: Run, layer: int, head: int) -> Circuit:
     if not attention.score.is_dot:
         raise UserError("the attention score of this model is not a product of query and key")
     q_1HVE = attention.query(x_VD).unflatten(-1, (attention.heads, -1)).transpose(0, 1).unsqueeze(0)
-    return Circuit(attention.score.query(q_1HVE)[0, index] * attention.score.scale, k_VE, _token_names(run))
+    names = tuple(run.codec.target_pieces(range(run.config.target_vocab)))
+    return Circuit(attention.score.query(q_1HVE)[0, index] * attention.score.scale, k_VE, names)
 
 
 @torch.no_grad()
@@ -208,7 +209,7 @@ def ov(run: Run, layer: int, head: int) -> Circuit:
         out_DE = out_DE - out_DE.mean(0)
     if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
         head_VD = head_VD * norm.weight
-    return Circuit(v_VE, head_VD @ out_DE, _token_names(run))
+    return Circuit(v_VE, head_VD @ out_DE, tuple(run.codec.target_pieces(range(run.config.target_vocab))))
 
 
 def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor, tuple[Tensor, Tensor]]:
@@ -225,10 +226,6 @@ def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor, tupl
     index = attention.head_numbers.index(head)
     group = attention.kv_indices[index]
     return attention, index, x_VD, (k_1GVE[0, group], v_1GVE[0, group])
-
-
-def _token_names(run: Run) -> tuple[str, ...]:
-    return tuple(run.codec.target_pieces(range(run.config.target_vocab)))
 
 
 def _plain_decoder(run: Run) -> tuple[Model, Transformer]:

@@ -293,8 +293,7 @@ INDUCTION_ROWS = 8
 def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) -> dict[HeadKey, float]:
     """The weight of every head of a language model from a token to the successor of its previous copy.
 
-    The input is a random sequence repeated twice, so only the repetition is predictable. `tokens` are the ids to draw
-    from; by default all non-special ones.
+    The input is a random sequence of `tokens` (by default all but the special ones), repeated twice.
     """
     require_type(model, Model, "induction_scores: takes a model, such as run.model")
     config = model.config

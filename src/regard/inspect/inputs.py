@@ -1,12 +1,9 @@
-"""Inputs of the inspection: one example as a model's input, and batches of a task's data to measure heads on.
-
-Each depends on the task of the run through one table from task to function.
-"""
+"""Inputs of the inspection: one example as a model's input, and batches of a task's data to measure heads on."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -28,8 +25,6 @@ from regard.suggest import one_of
 from regard.text.codec import Direction, Example, direction
 
 CLASS_TOKEN = "<cls>"  # display name of the class token of an image
-
-# One example
 
 NOTE_TEXTS = {  # of notes that the page's script writes too
     "shortened": "The {side} has {count} tokens; the model was shown, and you see, the first {limit}.",
@@ -85,7 +80,8 @@ def _pair_input(run: Run, example: Example, target: Sequence[int], limit: int) -
     notes = [*_truncation_note("source", source, limit), *_truncation_note("output", output, limit)]
     labels = output[:limit]
     rows = {"source": source[:limit], "input": [run.config.start_id, *labels[:-1]], "output": labels}
-    texts = _source_text("source", example) | {"output": run.codec.decode_target(labels)}
+    output_text = run.codec.decode_target(labels)
+    texts = {"source": example.source, "features": example.features or None, "output": output_text}
     return _token_input(run, rows, texts, labels, notes)
 
 
@@ -93,9 +89,7 @@ def _lm_input(run: Run, example: Example, continuation: Sequence[int], limit: in
     ids = [*run.codec.target.encode([example.source])[0], *continuation]
     labels = ids[:limit]
     rows = {"input": [run.config.start_id, *labels[:-1]], "output": labels}
-    texts = {"text": example.source}
-    if continuation:
-        texts["continuation"] = run.codec.decode_target(continuation)
+    texts = {"text": example.source, "continuation": run.codec.decode_target(continuation) if continuation else None}
     return _token_input(run, rows, texts, labels, _truncation_note("text", ids, limit))
 
 
@@ -103,9 +97,10 @@ def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int
     ids = run.codec.encode_source([example])[0]
     rows = {"source": ids[:limit]}
     notes = _truncation_note("text", ids, limit)
-    texts = _source_text("text", example)
+    texts = {"text": example.source, "features": example.features or None}
     if run.task.labels:
-        return _token_input(run, rows, texts | _label_text(example.target), _label_ids(run, example.target), notes)
+        texts["label"] = example.target
+        return _token_input(run, rows, texts, _label_ids(run, example.target), notes)
     if run.config.predicts_tokens and run.config.ids.mask is None:
         notes.append(Note("method", "This vocabulary has no mask token: each token was visible when it was predicted."))
     elif run.config.predicts_tokens:
@@ -114,7 +109,7 @@ def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int
 
 
 def _token_input(
-    run: Run, rows: dict[str, list[int]], texts: dict[str, str], labels: list[int] | None, notes: list[Note]
+    run: Run, rows: dict[str, list[int]], texts: Mapping[str, str | None], labels: list[int] | None, notes: list[Note]
 ) -> InspectionInput:
     """The input of a text model from the ids of its token rows."""
     if not all(rows.values()):
@@ -126,12 +121,9 @@ def _token_input(
     tokens = {name: tuple(pieces[name](row)) for name, row in rows.items()}
     # Features stand before the text and are written like names, so tokens do not tell the direction, but the text does.
     written = {"input": "output"}
-    directions = {name: direction(texts.get(written.get(name, name)) or texts.get("text", "")) for name in rows}
-    return InspectionInput((first, None, *others), ids, tokens, directions, texts, labels, names, notes)
-
-
-def _source_text(name: str, example: Example) -> dict[str, str]:
-    return {name: example.source} | ({"features": example.features} if example.features else {})
+    present = {name: text for name, text in texts.items() if text is not None}
+    directions = {name: direction(present.get(written.get(name, name)) or present.get("text", "")) for name in rows}
+    return InspectionInput((first, None, *others), ids, tokens, directions, present, labels, names, notes)
 
 
 _INPUTS: dict[str, Callable[[Run, Example, Sequence[int], int], InspectionInput]] = {
@@ -161,7 +153,7 @@ def image_input(run: Run, image_CHW: np.ndarray, label: str | None, name: str, l
         ids={},
         tokens={"source": (CLASS_TOKEN, *patch_names)},
         directions={"source": "ltr"},
-        texts={"image": name} | _label_text(label),
+        texts={"image": name} if label is None else {"image": name, "label": label},
         labels=_label_ids(run, label) if run.model.classifies else [],
         names=_class_names(run),
         image=ImageInput(_displayed_pixels(image_CHW, patches), patches.size),
@@ -196,17 +188,11 @@ def _label_ids(run: Run, label: str | None) -> list[int] | None:
     return None if label is None else _class_ids(run, [label])
 
 
-def _label_text(label: str | None) -> dict[str, str]:
-    return {} if label is None else {"label": label}
-
-
 def _truncation_note(side: str, ids: Sequence[int], limit: int) -> list[Note]:
     if len(ids) <= limit:
         return []
     return [Note("shortened", NOTE_TEXTS["shortened"].format(side=side, count=f"{len(ids):,}", limit=limit))]
 
-
-# Batches of a task's data
 
 BATCH_TOKENS = 4096
 BATCH_IMAGES = 64

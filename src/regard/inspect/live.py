@@ -46,7 +46,7 @@ class WeightPacker:
         self.precision = precision
         self.entries: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, torch.Tensor] = {}  # values after packing
-        self._bytes = bytearray()
+        self.bytes = bytearray()
         self._known: dict[int, str] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
@@ -57,13 +57,9 @@ class WeightPacker:
         self._known[x.data_ptr()] = name
         values = x.detach().float().cpu().numpy()
         kind, data, stored = _pack(values, self.precision if values.ndim == 2 else "fp32")
-        self.entries[name] = {"shape": list(values.shape), "type": kind, "at": len(self._bytes)}
+        self.entries[name] = {"shape": list(values.shape), "type": kind, "at": len(self.bytes)}
         self.stored[name] = torch.from_numpy(stored)
-        self._bytes += data + bytes(-len(data) % 4)  # each tensor starts at a multiple of four
-
-    def text(self) -> str:
-        """All bytes in base64."""
-        return base64.b64encode(self._bytes).decode("ascii")
+        self.bytes += data + bytes(-len(data) % 4)  # each tensor starts at a multiple of four
 
 
 def _pack(values: np.ndarray, precision: Precision) -> tuple[str, bytes, np.ndarray]:
@@ -90,7 +86,7 @@ def model_block(run: Run, weights: WeightPacker, examples: Sequence[Example] = (
         "task": task.name,
         "config": config.model_dump(mode="json"),
         "tensors": weights.entries,
-        "bytes": weights.text(),
+        "bytes": base64.b64encode(weights.bytes).decode("ascii"),
         "text": None if task.reads == "images" else _text_block(run.codec),
         "start_id": config.start_id,
         "labels": list(run.label_names) if task.labels else [],
@@ -137,10 +133,8 @@ def require_supported(run: Run) -> None:
     if any(stack.mixer == "lsh" for stack in run.config.stacks.values()):
         raise UserError(f"{run.path}: a page cannot compute LSH attention; regard inspect shows it")
     if isinstance(run.codec.source, ForeignTokenizer) and run.task.reads != "images":
-        raise UserError(
-            f"{run.path}: its tokenizer was imported; a page supports char, nfd, space, word, byte, bpe and unigram"
-            " tokenizers learned by regard"
-        )
+        supported = "char, nfd, space, word, byte, bpe and unigram tokenizers learned by regard"
+        raise UserError(f"{run.path}: its tokenizer was imported; a page supports {supported}")
     if run.model.size > MAX_PARAMETERS:
         raise UserError(f"{run.path}: {run.model.size:,} parameters are too many for a page (at most 200 million)")
 
@@ -192,10 +186,8 @@ def live_page(
     proof = prove(stored, block, data, ([example] if example else []) + examples)
     page = render_page(data, block)
     size = len(page.encode("utf-8"))
-    summary = (
-        f"proven: the page's own script and torch agree on {plural(proof.samples, 'sample')} with these weights; scores"
-        f" differ by at most {proof.difference:.2g}; {size / 1e6:.1f} MB"
-    )
+    summary = f"proven: the page's own script and torch agree on {plural(proof.samples, 'sample')} with these weights;"
+    summary += f" scores differ by at most {proof.difference:.2g}; {size / 1e6:.1f} MB"
     details = {"precision": precision, "bytes": size}
     return page, ConversionReport(run.path.resolve().name, "page", run.model.size, proof, summary, details)
 
@@ -246,12 +238,10 @@ class PageEngine(AbstractContextManager["PageEngine"]):
 def prove(run: Run, block: dict[str, Any], template: dict[str, Any], examples: Sequence[Example]) -> Proof:
     """Compare the page's script with torch on examples; a difference is an error."""
     with PageEngine(block, template) as page:
-        if run.task.reads == "images":
-            differences = [_same_predictions(page, run, None)]
-        elif "decoder" not in run.task.stacks:
-            differences = [_same_predictions(page, run, example) for example in examples]
-        else:
+        if "decoder" in run.task.stacks:
             differences = [_same_outputs(page, run, example, beam) for example in examples for beam in (1, 5)]
+        else:
+            differences = [_same_predictions(page, run, example) for example in examples or (None,)]
         return Proof(max(1, len(examples)), max(differences), TOLERANCE, page.version)
 
 
@@ -273,15 +263,14 @@ def _same_outputs(page: PageEngine, run: Run, example: Example, beam: int) -> fl
     difference = float(np.abs(np.subtract(forced, ours.token_scores)).max())
     tied = abs(theirs["score"] - ours.score) <= TOLERANCE  # two outputs with equal scores
     if difference > TOLERANCE or (theirs["text"] != ours.text and not tied):
-        raise UserError(
-            f"{run.path}: not written: the page would answer {theirs['text']!r} ({theirs['score']:.4f}) to"
-            f" {example.source!r}, the run {ours.text!r} ({ours.score:.4f})"
-        )
+        answer = f"{theirs['text']!r} ({theirs['score']:.4f}) to {example.source!r}"
+        expected = f"{ours.text!r} ({ours.score:.4f})"
+        raise UserError(f"{run.path}: not written: the page would answer {answer}, the run {expected}")
     return difference
 
 
 def _same_predictions(page: PageEngine, run: Run, example: Example | None) -> float:
-    """Both predict a class or every masked token."""
+    """Both predict a class or every masked token. Without an example, the input is a random image."""
     if example is None:
         patches = run.config.image_patches
         image = np.random.default_rng(1).random((patches.channels, patches.height, patches.width)).astype(np.float32)

@@ -103,30 +103,25 @@ def logit_lens(model: Model, vectors: Mapping[str, Tensor], names: OutputNames) 
 
 @torch.no_grad()
 def mask_each_token(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits (S, V) and lens vectors (S, D) of every token, from one copy of the text per token with it masked.
-
-    Only the positions in `maskable` are masked; at other positions the predicted token is visible.
-    """
+    """Logits (S, V) and lens vectors (S, D) of every token; tokens in `maskable` are masked in a copy of the text."""
     logits: list[Tensor] = []
     vectors: dict[str, list[Tensor]] = {hook: [] for hook in lens_hooks(model).values()}
-    for masked_NS, places in _masked_copies(model, ids_S, maskable):
+    for masked_NS, row_N, position_N in _masked_copies(model, ids_S, maskable):
         with record(model, *vectors) as recorded:
             x_NSD = model.hidden(masked_NS, None)
-        logits.append(model.predict(x_NSD[places]).float())
+        logits.append(model.predict(x_NSD[row_N, position_N]).float())
         for hook, parts in vectors.items():
-            parts.append(recorded[hook][places])
+            parts.append(recorded[hook][row_N, position_N])
     return torch.cat(logits), {hook: torch.cat(parts) for hook, parts in vectors.items()}
 
 
-def _masked_copies(
-    model: Model, ids_S: Tensor, maskable: Sequence[int]
-) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+def _masked_copies(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Batches of copies of a text with one masked token each, and the rows and columns of the masked tokens."""
     copies_SS = ids_S.repeat(len(ids_S), 1)
     if model.config.ids.mask is not None:
         copies_SS[maskable, maskable] = model.config.ids.mask
     for position_N in torch.arange(len(ids_S), device=ids_S.device).split(MASKED_COPIES):
-        yield copies_SS[position_N], (position_N - position_N[0], position_N)
+        yield copies_SS[position_N], position_N - position_N[0], position_N
 
 
 def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int]) -> Tensor:
@@ -141,7 +136,7 @@ def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequen
 def masked_attribution(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> Tensor:
     """Gradient x input (S, S) of every token of a text when that token is masked, as in `mask_each_token`."""
     rows = []
-    for masked_NS, (row_N, position_N) in _masked_copies(model, ids_S, maskable):
+    for masked_NS, row_N, position_N in _masked_copies(model, ids_S, maskable):
         with _embedded(model) as embedded, torch.enable_grad():
             logp_NV = model(masked_NS, None)[row_N, position_N].float().log_softmax(-1)
             logp_N = logp_NV[row_N, ids_S[position_N]]

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Figures
-
 CELL = 0.26  # inches
 MIN_SIDE = 2.2  # inches
 MAX_SIDE = 14.0  # inches
@@ -166,8 +164,7 @@ def draw_lines(lines: dict[str, tuple[Sequence[float], Sequence[float]]], x_labe
     axes.tick_params(labelsize=7, colors=SOFT, length=2)
     axes.grid(color=LINE, linewidth=0.5)
     axes.set_axisbelow(True)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
     if len(lines) > 1:
         axes.legend(fontsize=7, frameon=False)
     return figure
@@ -179,9 +176,7 @@ def _heatmap(axes: Axes, values: np.ndarray, grid: bool, top: float | None = Non
     ramp = LinearSegmentedColormap.from_list("weights", RAMP)
     top = top or max(1e-9, float(values.max()))
     image = axes.imshow(values, cmap=ramp, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
-    for side in axes.spines.values():
-        side.set_color(LINE)
-        side.set_linewidth(0.6)
+    axes.spines[:].set(color=LINE, linewidth=0.6)
     axes.tick_params(length=0)
     if grid and max(values.shape) <= MAX_LABELS:
         axes.set_xticks(np.arange(values.shape[1] + 1) - 0.5, minor=True)
@@ -197,8 +192,6 @@ def _colorbar(figure: Figure, image: Any, axes: Any, shrink: float, aspect: int)
     bar.ax.tick_params(labelsize=7, colors=SOFT, length=2)
     return bar
 
-
-# Terminal
 
 SHADES = " ░▒▓█"
 DARKEST = (24, 26, 38)  # colour of weight 0
@@ -275,9 +268,8 @@ def _rows(
     source: Sequence[str], target: Sequence[str], weights: Weights, width: int, right_to_left: bool
 ) -> Iterator[list[Cell]]:
     if len(weights) != len(target) or any(len(row) != len(source) for row in weights):
-        raise ValueError(
-            f"{len(target)} target and {len(source)} source tokens need as many rows and columns of weights"
-        )
+        tokens = f"{len(target)} target and {len(source)} source tokens"
+        raise ValueError(f"{tokens} need as many rows and columns of weights")
     across = [visible(token) for token in source]
     down = [visible(token) for token in target]
     margin = max(map(cell_len, down), default=0) + 1

@@ -1,7 +1,4 @@
-"""Head pruning: the importance of heads, and removing them.
-
-Importance is the gradient of the loss at a gate on the head, the rise of the loss without the head, or a learned gate.
-"""
+"""Head pruning: the importance of heads, by gradient, ablation or learned gates, and removing them."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ NO_HEADS: HeadGroups = MappingProxyType({})
 
 
 def gradient_importance(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> dict[HeadKey, float]:
-    """The expected |dL/dg| per token of a gate g = 1 on each head, with separate gates for every example.
-
-    Heads in `removed` are ablated and left out of the result.
-    """
+    """The expected |dL/dg| per token of a gate g = 1 on each head left, with separate gates for every example."""
     device = model.device
     heads = {name: attention.heads for name, attention in model.attentions().items()}
     total = {name: torch.zeros(count, device=device) for name, count in heads.items()}
@@ -211,10 +205,10 @@ def _pruned_config(model: Model, remaining: dict[str, list[int]]) -> Config:
         if stack.recurrent:
             continue
         fields: dict[str, list[tuple[int, ...]]] = {"kept_heads": [], "kept_cross_heads": []}
-        for name in sorted((n for n in remaining if n.startswith(f"{side}.")), key=lambda n: kind_and_layer(n)[1]):
-            numbers = model.attentions()[name].head_numbers
+        attentions = {name: part for name, part in model.attentions().items() if name.startswith(f"{side}.")}
+        for name, attention in attentions.items():
             field = "kept_cross_heads" if kind_and_layer(name)[0] == "cross" else "kept_heads"
-            fields[field].append(tuple(numbers[head] for head in remaining[name]))
+            fields[field].append(tuple(attention.head_numbers[head] for head in remaining[name]))
         unpruned = tuple(range(stack.heads))
         changes = {key: layers for key, layers in fields.items() if any(heads != unpruned for heads in layers)}
         stacks[side] = {**stack.model_dump(), **changes}
@@ -256,10 +250,7 @@ def gate_heads(model: Model) -> None:
 
 
 def prune_closed_gates(path: Path, backup: Path) -> str:
-    """Prune the heads of a run whose output weights are zero -> a message. Every attention keeps one head.
-
-    The original files are kept in the directory `backup`.
-    """
+    """Prune heads with zero output weights, but keep one per attention; copy the files to `backup` -> a message."""
     run = Run.load(path)
     removed = {}
     for name, attention in run.model.attentions().items():

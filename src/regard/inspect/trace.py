@@ -1,8 +1,4 @@
-"""A trace: everything recorded from one example in the forward pass of a model, as plain values.
-
-The page, plots and terminal drawings are made from a trace, without the model: attention is a tuple of named maps
-between named token rows.
-"""
+"""A trace: the values of the forward pass of one example; pages and drawings are made from it, without the model."""
 
 from __future__ import annotations
 
@@ -143,7 +139,7 @@ class Trace:
     def matrix(self, kind: str | None = None, layer: int | None = None, head: int | None = None) -> AttentionMatrix:
         """A head by number, or the mean over the heads of a layer; by default the alignment or the last layer."""
         if kind is None and layer is None and self.alignment:
-            rows, columns = TOKEN_ROWS["cross"]
+            names = TOKEN_ROWS["cross"]
             weights_TS = next(iter(self.alignment.values()))
         else:
             kind = kind or self.main_kind
@@ -152,11 +148,11 @@ class Trace:
             if head is not None and head not in m.heads:
                 known = ", ".join(str(number + 1) for number in m.heads)
                 raise UserError(f"no head {head + 1} in layer {m.layer + 1}; it has {known}")
-            rows = m.rows
-            columns = m.columns
+            names = m.rows, m.columns
             weights_TS = m.weights_HTS.mean(0) if head is None else m.weights_HTS[m.heads.index(head)]
+        rows, columns = names
         tokens = self.tokens[rows], self.tokens[columns]
-        return AttentionMatrix(weights_TS, tokens, (rows, columns), self.directions[columns] == "rtl")
+        return AttentionMatrix(weights_TS, tokens, names, self.directions[columns] == "rtl")
 
     def to_html(self) -> str:
         """The attention page as one self-contained file."""
@@ -278,18 +274,17 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[HeadIndex] =
         for m in maps:
             distance_HS = head_statistics.mean_distance(torch.from_numpy(m.weights_HTS), distance_SS)
             distances[m.name] = distance_HS.mean(-1).numpy()
-    tokens = inputs.tokens
-    positions = max(MIN_POSITIONS, *(len(row) for row in tokens.values()))
+    positions = max(MIN_POSITIONS, *map(len, inputs.tokens.values()))
     stacks = {name: getattr(model, name) for name in run.config.stacks}
     heatmaps = [walk.position_heatmap(name, x, positions) for name, x in stacks.items() if isinstance(x, Transformer)]
     return Trace(
         title=run.path.name or "model",
         facts=run.facts,
         texts=inputs.texts | ({"prediction": inputs.names(best)[0]} if model.classifies else {}),
-        tokens=tokens,
+        tokens=inputs.tokens,
         directions=inputs.directions,
         maps=tuple(maps),
-        alignment=_alignments(maps, heads) if "source" in tokens else {},
+        alignment=_alignments(maps, heads) if "source" in inputs.tokens else {},
         steps=logit_lens.output_steps(logits_TV, labels, inputs.names),
         lens=lens,
         positions=tuple(heatmap for heatmap in heatmaps if heatmap is not None),

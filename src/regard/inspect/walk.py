@@ -247,10 +247,10 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
             formula = f"x_t = layer_{index}(…)_t"
             text = f"The output of layer {index} for this token."
             cards = [Card("Input", formula, text, f"1 × {stack.width}", vectors_of({"x": calls.input(block)}))]
-        hook = f"{name}.blocks.{index}"
-        cards += _attention_cards(f"{hook}.attention", block.attention, block.attention_residual, stack, calls)
+        path = f"{name}.blocks.{index}"
+        cards += _attention_cards(f"{path}.attention", block.attention, block.attention_residual, stack, calls)
         if block.cross is not None:
-            cards += _attention_cards(f"{hook}.cross", block.cross, block.cross_residual, stack, calls)
+            cards += _attention_cards(f"{path}.cross", block.cross, block.cross_residual, stack, calls)
         cards += _feed_forward_cards(block, stack, calls)
         # The predictions of a masked language model come from other forward passes, with one masked token each.
         if index == stack.layers - 1 and (name == "decoder" or model.classifies):
