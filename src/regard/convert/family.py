@@ -1,9 +1,8 @@
 """A family of Hugging Face models: a two-way config table, a weight table, and names.
 
 A config table is a tuple of `Key`s. Each reads one key of a config.json into fields of our `Config`, named by dotted
-paths such as `decoder.width`, and writes the key from the first of these fields. Common kinds have constructors
-(`Key.count`, `Key.fixed` ...); other keys have two functions. To detect settings that a family cannot express, a
-written config is read again and compared.
+paths such as `decoder.width`, and writes the key from the first of these fields. To detect settings that a family
+cannot express, a written config is read again and compared.
 
 In this package "ours" means regard's side of a conversion, and "theirs" the side of the other library.
 """
@@ -72,7 +71,6 @@ class Fields:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """A boolean."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise UserError(f"{self.where}: {key} must be true or false, not {value!r:.100}")
@@ -90,10 +88,8 @@ class Fields:
         """The value of one of the allowed names."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in allowed:
-            near = closest(str(value), allowed)
-            raise UserError(
-                f"{self.where}: {key} {value!r:.100} is not supported{near}\n  supported: {', '.join(sorted(allowed))}"
-            )
+            supported = f"{closest(str(value), allowed)}\n  supported: {', '.join(sorted(allowed))}"
+            raise UserError(f"{self.where}: {key} {value!r:.100} is not supported{supported}")
         return allowed[value]
 
 
@@ -129,7 +125,6 @@ class Key:
 
     @classmethod
     def flag(cls, key: str, *paths: str, default: bool) -> Key:
-        """A boolean."""
         return cls.of(key, *paths, read=lambda hf: hf.flag(key, default))
 
     @classmethod
@@ -184,7 +179,6 @@ class Key:
 
 
 def activation_name(activation: Activation) -> str:
-    """Their name of an activation function."""
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
 
 
@@ -258,7 +252,6 @@ class Family:
         return name if not self.prefix or name.startswith((self.prefix, *self.unprefixed)) else self.prefix + name
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor of this name is not read."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save
 from torch import Tensor
 
-from regard.config import Config, Frame, Stack
+from regard.config import Config, Frame
 from regard.convert.bert import BERT
 from regard.convert.family import RESOLVED, Family, Fields, Json, read_labels, write_labels
 from regard.convert.gpt2 import GPT2
@@ -23,11 +22,10 @@ from regard.convert.read import (
     GENERATION,
     SAFE,
     Checkpoint,
+    copy_chat_template,
     open_directory,
     open_weights,
-    read_chat_template,
     read_generation,
-    write_chat_template,
     write_generation,
 )
 from regard.convert.reformer import REFORMER
@@ -45,7 +43,6 @@ from regard.tasks import BOTH
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
 
-Log = Callable[[str], None]
 FAMILIES = {family.model_type: family for family in (MARIAN, BERT, GPT2, T5, LLAMA, TRANSFO_XL, REFORMER, VIT)}
 RECORD = "converted.json"
 
@@ -63,13 +60,12 @@ class OpenedModel:
     checkpoint: Checkpoint
 
     def load(self) -> Model:
-        """Load the weights into our model."""
         model = allocate(on_meta(self.config)).eval()
         import_weights(weights_of(model), self.table, self.checkpoint.tensor)
         return model
 
 
-def open_model(source: Path, note: Log) -> OpenedModel:
+def open_model(source: Path, note: Callable[[str], None]) -> OpenedModel:
     """Read a directory, except for the values of its weights."""
     hf = Fields(open_directory(source, note), str(source / CONFIG))
     family, architecture = identify(hf)
@@ -85,7 +81,7 @@ def open_model(source: Path, note: Log) -> OpenedModel:
     return OpenedModel(family, architecture, hf, config, codec, table, checkpoint)
 
 
-def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> ConversionReport:
+def from_hf(directory: str | Path, out: str | Path, samples: int, log: Callable[[str], None]) -> ConversionReport:
     """Convert a Hugging Face directory to a run."""
     source = Path(directory)
     out = require_new(out)
@@ -98,23 +94,20 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
     opened = open_model(source, note)
     config = opened.config
     family = opened.family
-    architecture = opened.architecture
     labels = read_labels(opened.hf, config)
     pixels = None if config.patches is None else read_image_processor(source, config.patches)
     generation = Generation() if config.decoder is None else read_generation(source, opened.hf, config, note)
-    template = read_chat_template(source, note)
 
     def write(path: Path) -> ConversionReport:
         Run(config, opened.codec, opened.load(), path, labels, pixels, generation=generation).save(path)
-        if template is not None:
-            write_chat_template(template, path)
+        if copy_chat_template(source, path, note):
             update_manifest(path, [CHAT_TEMPLATE])
         run = Run.load(path)  # the saved model has been freed: memory may not hold three models
-        export = partial(their_tensors, family, architecture, opened.table)
+        export = partial(their_tensors, family, opened.architecture, opened.table)
         proof = None
         if not family.unproven:
-            proof = prove(run, run.model, export, source, architecture, samples, write_generation(run))
-        report = _report(source, family, architecture, run.model.size, proof, notes)
+            proof = prove(run, run.model, export, source, opened.architecture, samples, write_generation(run))
+        report = _report(source.resolve().name, family, opened.architecture, run.model.size, proof, notes, None)
         write_json(path / RECORD, report.to_json())
         _write_model_card(path, out.resolve().name, report)
         return report
@@ -122,7 +115,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
     return write_reported(out, write)
 
 
-def _read_text(source: Path, family: Family, hf: Fields, note: Log) -> Codec:
+def _read_text(source: Path, family: Family, hf: Fields, note: Callable[[str], None]) -> Codec:
     """Read the tokenizers; a model for images has one without tokens."""
     if family.reads_images:
         return Codec(Tokenizer.train("char", []))
@@ -144,11 +137,12 @@ def their_tensors(family: Family, architecture: str, table: Table, model: Model)
     return tensors
 
 
-def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport:
+def to_hf(run: Run, out: str | Path, samples: int, log: Callable[[str], None]) -> ConversionReport:
     """Convert a run to a Hugging Face directory."""
     out = require_new(out)
     family, settings, table = their_config(run.config, str(run.path))
     architecture = settings["architectures"][0]
+    name = run.path.resolve().name
     export = partial(their_tensors, family, architecture, table)
 
     def write(path: Path) -> ConversionReport:
@@ -162,14 +156,13 @@ def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport
             write_json(path / IMAGE_PROCESSOR, image_processor(run.pixels, run.config.patches))
         if run.config.decoder is not None:
             write_json(path / GENERATION, write_generation(run))
-        if (template := read_chat_template(run.path, notes.append)) is not None:
-            write_chat_template(template, path)
+        copy_chat_template(run.path, path, notes.append)
         again = compare_models(run.model, open_model(path, lambda _: None).load(), samples)
-        again.require(run.path.resolve().name, "outputs", "the written directory, read again,")
+        again.require(name, "outputs", "the written directory, read again,")
         proof = None
         if not family.unproven:
             proof = prove(run, allocate(on_meta(run.config)).eval(), export, path, architecture, samples)
-        return _report(run.path, family, architecture, run.model.size, proof, notes, again)
+        return _report(name, family, architecture, run.model.size, proof, notes, again)
 
     report = write_reported(out, write)
     for message in report.details["notes"]:
@@ -178,25 +171,17 @@ def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport
 
 
 def _report(
-    source: Path,
-    family: Family,
-    architecture: str,
-    size: int,
-    proof: Proof | None,
-    notes: list[str],
-    again: Proof | None = None,
+    name: str, family: Family, architecture: str, size: int, proof: Proof | None, notes: list[str], again: Proof | None
 ) -> ConversionReport:
     """The report of a conversion; a failed proof is an error. `again` compares the written directory with the run."""
     if proof is None:
         why = family.unproven or f"transformers with this model is not installed: {install('hf')}"
         summary = f"not proven: {why}"
         if again is not None:
-            summary += (
-                f". regard has read the written directory again: outputs for {again.samples} random inputs differ"
-                f" by at most {again.difference:.2g}"
-            )
+            gap = f"outputs for {again.samples} random inputs differ by at most {again.difference:.2g}"
+            summary += f". regard has read the written directory again: {gap}"
     else:
-        proof.require(source.resolve().name, "outputs", f"transformers {proof.version}")
+        proof.require(name, "outputs", f"transformers {proof.version}")
         longest = f" and one of {plural(proof.tokens, 'token')}" if proof.tokens else ""
         summary = (
             f"proven: the outputs of this model and of transformers {proof.version} for"
@@ -208,7 +193,7 @@ def _report(
     details: Json = {"model_type": family.model_type, "notes": notes}
     if again is not None:
         details["read_again"] = again.difference
-    return ConversionReport(source.resolve().name, architecture, size, proof, summary, details)
+    return ConversionReport(name, architecture, size, proof, summary, details)
 
 
 def _write_model_card(path: Path, name: str, report: ConversionReport) -> None:
@@ -227,20 +212,16 @@ def _write_model_card(path: Path, name: str, report: ConversionReport) -> None:
 def identify(hf: Fields) -> tuple[Family, str]:
     """The family and architecture of a config.json; without `architectures`, the first of the family."""
     model_type = hf.get("model_type")
-    named = hf.get("architectures", [])
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        near = closest(str(model_type), FAMILIES)
-        known = ", ".join(sorted(FAMILIES))
-        raise UserError(f"{hf.where}: model_type {model_type!r} is not known{near}\n  known: {known}")
+        supported = f"{closest(str(model_type), FAMILIES)}\n  known: {', '.join(sorted(FAMILIES))}"
+        raise UserError(f"{hf.where}: model_type {model_type!r} is not known{supported}")
     family = FAMILIES[model_type]
-    architectures = list(family.architectures)
-    name = named[0] if isinstance(named, list) and named else architectures[0]
-    if name not in architectures:
-        near = closest(str(name), architectures)
-        known = ", ".join(architectures)
-        raise UserError(
-            f"{hf.where}: architectures {name!r} is not supported{near}\n  supported for {model_type}: {known}"
-        )
+    known = list(family.architectures)
+    names = hf.get("architectures", [])
+    name = names[0] if isinstance(names, list) and names else known[0]
+    if name not in known:
+        supported = f"{closest(str(name), known)}\n  supported for {model_type}: {', '.join(known)}"
+        raise UserError(f"{hf.where}: architectures {name!r} is not supported{supported}")
     return family, name
 
 
@@ -285,24 +266,19 @@ def _changed_fields(config: Config, family: Family, hf: Fields, table: Table) ->
     before = effective_fields(config)
     after = effective_fields(again)
     # A field without an effect on one side depends on another field, which is listed instead.
-    return [
-        f"{key}={before[key]} (there: {after[key]})" for key in before if key in after and before[key] != after[key]
-    ]
+    changed = [key for key in before if key in after and before[key] != after[key]]
+    return [f"{key}={before[key]} (there: {after[key]})" for key in changed]
 
 
 def effective_fields(config: Config) -> Json:
     """All fields that affect the output of a model, by dotted path."""
-    fields: Json = {}
-    for key, value in config.model_dump(exclude={"ids", "frame", "start"}).items():
-        stack: Any = getattr(config, key)
-        if isinstance(stack, Stack):
-            resolved = {name: getattr(stack, meaning) for name, meaning in RESOLVED.items()}
-            used = dict.fromkeys(("dropout", "attention_dropout", "ff_dropout"), False)  # only in training
-            used |= {"rotary": stack.position == "rotary", "lsh": stack.mixer == "lsh"}
-            used["max_length"] = stack.position in ("learned", "axial") or stack.score == "location"
-            fields |= {f"{key}.{name}": x for name, x in (value | resolved).items() if used.get(name, True)}
-        else:
-            fields[key] = value
+    fields: Json = config.model_dump(exclude={"ids", "frame", "start", "encoder", "decoder"})
+    for name, stack in config.stacks.items():
+        values = stack.model_dump() | {key: getattr(stack, meaning) for key, meaning in RESOLVED.items()}
+        used = dict.fromkeys(("dropout", "attention_dropout", "ff_dropout"), False)  # only in training
+        used |= {"rotary": stack.position == "rotary", "lsh": stack.mixer == "lsh"}
+        used["max_length"] = stack.position in ("learned", "axial") or stack.score == "location"
+        fields |= {f"{name}.{key}": value for key, value in values.items() if used.get(key, True)}
     if "decoder" in config.stacks:
         fields["start"] = config.start_id
     if not config.predicts_tokens:

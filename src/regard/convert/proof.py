@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from regard.config import Config
 from regard.convert.family import Fields, Json
-from regard.convert.read import GENERATION, suppressed_ids
+from regard.convert.read import GENERATION, TOKEN_KEYS, suppressed_ids
 from regard.decode.constraints import SearchInput
 from regard.decode.engine import TorchEngine
 from regard.errors import UserError
@@ -144,8 +144,6 @@ def _size(name: str, module: nn.Module, config: Config) -> float:
 
 TOLERANCE = 1e-5  # of any output, relative to the largest output
 MAX_TOLERANCE = 1e-3  # if rounding errors are larger
-# Special tokens in a generation_config.json that a run has too.
-TOKEN_KEYS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 NEW_TOKENS = 16  # of an output to compare
 UNPADDED = {"pixel_values", "decoder_input_ids"}  # inputs of models with unpadded outputs
 
@@ -250,9 +248,8 @@ def prove(
 ) -> Proof | None:
     """Compare a run with the model of a directory, first with the converted weights, then with random weights.
 
-    Returns None if transformers is not installed, or does not have this model. `spare`, a model of the run's config
-    (possibly the run's own), gets the random weights. `export` converts our weights to theirs. `defaults` are settings
-    of generation, such as the end token, for a directory without them.
+    Returns None without transformers, or if it does not have this model. `spare`, a model of the run's config (possibly
+    the run's own), gets the random weights. `defaults` are settings of generation for a directory without them.
     """
     try:
         transformers = importlib.import_module("transformers")
@@ -265,10 +262,9 @@ def prove(
     with _quiet(transformers):
         theirs = load_theirs(model_class, directory)
         proofs = [_compare(run.model, theirs, batches)]
-        tolerance = proofs[0].tolerance
         outputs = 0
         if run.config.decoder is not None and proofs[0].holds:
-            outputs = compare_greedy(run, theirs, batches[0], defaults or {}, tolerance)
+            outputs = compare_greedy(run, theirs, batches[0], defaults or {}, proofs[0].tolerance)
         del theirs  # free the memory before loading the next model
         fill_weights(spare, lambda: our_outputs(spare, batches[-1:]))
         proofs.append(_compare(spare, load_theirs(model_class, directory, export(spare)), batches))
@@ -331,12 +327,11 @@ def compare_greedy(run: Run, theirs: Any, samples: Samples, defaults: Json, tole
     """Require equal outputs of greedy search with both models -> the number of outputs compared."""
     config = run.config
     continues = run.model.decoder_only
-    engine = TorchEngine(run)
     room = longest_input(config)
     new = min(NEW_TOKENS, max(1, room // 2))
     tokens = zip(samples["input_ids"], samples["attention_mask"], strict=True)
     rows = [ids_S[keep_S][: max(1, room - new)].tolist() for ids_S, keep_S in tokens]
-    results = engine.decode([SearchInput((row,), limit=new, open_end=continues) for row in rows])
+    results = TorchEngine(run).decode([SearchInput((row,), limit=new, open_end=continues) for row in rows])
     with _their_errors(f"{run.path.name}: cannot be proven: transformers cannot generate"):
         ends = _simplify_generation(theirs, config, defaults)
         their_rows = [

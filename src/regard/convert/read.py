@@ -18,7 +18,7 @@ from regard.convert.family import Family, Fields, Json
 from regard.convert.tokenizers import SETTINGS
 from regard.decode.search_inputs import CONTINUATION_LENGTH
 from regard.errors import UserError
-from regard.files import read_json, replace_file, require_own_files
+from regard.files import replace_file, require_own_files
 from regard.run import CHAT_TEMPLATE, Generation, Run
 from regard.text.tokenizer import read_text
 
@@ -31,10 +31,7 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float6
 
 
 def open_directory(path: Path, log: Callable[[str], None]) -> Json:
-    """The config.json of a directory, with the token ids of its generation_config.json.
-
-    Links out of the directory are refused. Ids beyond the vocabulary are defaults of a larger one, and are removed.
-    """
+    """The config.json of a directory, with the token ids of its generation_config.json that are in the vocabulary."""
     if not path.is_dir():
         raise UserError(f"{path}: no such directory")
     if not (path / CONFIG).is_file():
@@ -124,8 +121,7 @@ def open_weights(path: Path, family: Family, hf: Fields, log: Callable[[str], No
 
 def _shards(index: Path) -> list[Path]:
     """The files that an index names, which must be in the same directory."""
-    data = read_json(index)
-    names = data.get("weight_map") if isinstance(data, dict) else None
+    names = Fields.load(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{index}: has no weight_map of file names")
     parts = sorted(set(names.values()))
@@ -152,8 +148,12 @@ def _read_safetensors(path: Path, checkpoint: Checkpoint, family: Family) -> Non
 
 
 def _read_pickled(path: Path, checkpoint: Checkpoint, family: Family) -> None:
-    _require_stored(path)
     try:
+        if zipfile.is_zipfile(path):  # torch does not compress; decompression may need any amount of memory
+            with zipfile.ZipFile(path) as archive:
+                compressed = [file.filename for file in archive.infolist() if file.compress_type != zipfile.ZIP_STORED]
+            if compressed:
+                raise ValueError(f"{compressed[0]} in it is compressed")
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of any type: the file may be broken, or contain other objects
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -162,19 +162,6 @@ def _read_pickled(path: Path, checkpoint: Checkpoint, family: Family) -> None:
         raise UserError(f"{path}: must contain only a table of tensors")
     for inner, x in tensors.items():
         checkpoint.add(str(inner), list(x.shape), str(x.dtype).removeprefix("torch."), x.float, family)
-
-
-def _require_stored(path: Path) -> None:
-    """Refuse an archive with compressed files, which may need any amount of memory; torch does not compress."""
-    if not zipfile.is_zipfile(path):
-        return
-    try:
-        with zipfile.ZipFile(path) as archive:
-            compressed = [file.filename for file in archive.infolist() if file.compress_type != zipfile.ZIP_STORED]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: not readable as plain weights: {error}") from None
-    if compressed:
-        raise UserError(f"{path}: not readable as plain weights: {compressed[0]} in it is compressed")
 
 
 DEFAULT_LENGTH = 512  # tokens of an output, including start and end, of a run without a limit
@@ -192,9 +179,11 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "min_length": ("--min-length", 0),
     "min_new_tokens": ("--min-length", None),
 }
+# Special tokens that a run has too.
+TOKEN_KEYS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 # Settings that are read (here or with the special tokens), or without an effect on greedy outputs.
 READ = {
-    *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id"),
+    *TOKEN_KEYS,
     *("suppress_tokens", "bad_words_ids", "max_length", "max_new_tokens"),
     *("transformers_version", "_from_model_config", "early_stopping", "use_cache", "cache_implementation"),
     *("renormalize_logits", "output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
@@ -267,19 +256,18 @@ def write_generation(run: Run) -> Json:
     }
 
 
-def read_chat_template(directory: Path, log: Callable[[str], None]) -> str | None:
-    """The chat template of a directory, or the default one of several."""
-    if (directory / CHAT_TEMPLATE).is_file():
-        return read_text(directory / CHAT_TEMPLATE)
-    template = Fields.load(directory / SETTINGS).get("chat_template")
-    if isinstance(template, list):
-        named = {str(x.get("name")): x.get("template") for x in template if isinstance(x, dict)}
-        template = named.pop("default", None)
-        if named:
-            log(f"not kept: the chat templates {', '.join(sorted(named))}; only the default template is kept")
-    return template if isinstance(template, str) else None
-
-
-def write_chat_template(template: str, directory: Path) -> None:
-    """Write a chat template into a run or a Hugging Face directory."""
+def copy_chat_template(source: Path, directory: Path, log: Callable[[str], None]) -> bool:
+    """Copy the chat template of a run or a Hugging Face directory, the default one of several; false without one."""
+    if not (source / CHAT_TEMPLATE).is_file():
+        template = Fields.load(source / SETTINGS).get("chat_template")
+        if isinstance(template, list):
+            named = {str(x.get("name")): x.get("template") for x in template if isinstance(x, dict)}
+            template = named.pop("default", None)
+            if named:
+                log(f"not kept: the chat templates {', '.join(sorted(named))}; only the default template is kept")
+        if not isinstance(template, str):
+            return False
+    else:
+        template = read_text(source / CHAT_TEMPLATE)
     replace_file(directory / CHAT_TEMPLATE, lambda temporary: temporary.write_bytes(template.encode("utf-8")))
+    return True

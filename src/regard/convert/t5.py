@@ -16,9 +16,8 @@ def _read_feed_forward(hf: Fields) -> Json:
         name = "gated-gelu_new"
     activation = ACTIVATIONS.get(name.removeprefix("gated-"))
     if activation is None:
-        raise UserError(
-            f"{hf.where}: feed_forward_proj {name!r} is not supported, only gated-gelu or an activation such as relu"
-        )
+        supported = "only gated-gelu or an activation such as relu"
+        raise UserError(f"{hf.where}: feed_forward_proj {name!r} is not supported, {supported}")
     return dict.fromkeys(both("gated"), gated) | dict.fromkeys(both("activation"), activation)
 
 

@@ -120,7 +120,6 @@ def import_weights(parameters: Mapping[str, Tensor], table: Table, tensor: Calla
 
 @torch.no_grad()
 def export_weights(parameters: Mapping[str, Tensor], table: Table) -> dict[str, Tensor]:
-    """Convert our parameters to their tensors."""
     rules = expand(table, parameters)
     unmapped = parameters.keys() - {name for rule in rules for name in rule.ours}
     if unmapped:

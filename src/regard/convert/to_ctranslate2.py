@@ -1,7 +1,4 @@
-"""Conversion to CTranslate2, which decodes encoder-decoders fast on a CPU, proven by forced scores.
-
-Settings that CTranslate2 does not support are refused by name, so a written model always computes the same.
-"""
+"""Conversion to CTranslate2, which decodes encoder-decoders fast on a CPU, proven by forced scores."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ def library() -> Any:
 
 
 def names_of(run: Run) -> tuple[list[str], list[str]]:
-    """The names of the source and target tokens by id. CTranslate2 requires unique names.
-
-    The tokenizers never produce an invented name.
-    """
+    """The names of the source and target tokens by id: unique, as CTranslate2 requires, some invented."""
     codec = run.codec
     config = run.config
     source = _token_names(codec.source, codec.features, config.source_vocab)
@@ -185,7 +179,6 @@ def _stack_options(stack: Stack, specs: Any) -> dict[str, Any]:
 
 
 def _set_variable(spec: Any, name: str, tensor: Tensor) -> None:
-    """Set a variable of a spec by its path."""
     *path, last = name.split(".")
     for part in path:
         spec = spec[int(part)] if part.isdecimal() else getattr(spec, part)

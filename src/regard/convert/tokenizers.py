@@ -30,7 +30,6 @@ from regard.text.tokenizer import (
 
 JSON = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
-TOKEN_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 TARGET = "target"  # directory of the target tokenizer, next to tokenizer.json
 TOKEN_FLAGS = ("add_bos_token", "add_eos_token")  # flags with names of tokens
@@ -45,10 +44,10 @@ class OpenedVocabulary(NamedTuple):
     framed: bool
 
 
-def read_settings(directory: Path, roles: Collection[str]) -> Json:
-    """The settings of a tokenizer, with the names of tokens (such as those of `roles`) as plain strings."""
+def read_settings(directory: Path) -> Json:
+    """The settings of a tokenizer, with the names of tokens as plain strings."""
     settings: Json = {}
-    for file in (Fields.load(directory / name) for name in (TOKEN_MAP, SETTINGS)):
+    for file in (Fields.load(directory / name) for name in ("special_tokens_map.json", SETTINGS)):
         for key, value in file.data.items():
             if value is None:
                 continue
@@ -56,7 +55,7 @@ def read_settings(directory: Path, roles: Collection[str]) -> Json:
                 value = file.flag(key, False)
             elif key.endswith("_token") and isinstance(value, dict):
                 value = value.get("content")
-            if key in roles and not isinstance(value, str):
+            if key in NAMES and not isinstance(value, str):
                 raise UserError(f"{file.where}: {key} must be the name of a token, not {file.get(key)!r:.100}")
             settings[key] = value
     return settings
@@ -202,16 +201,12 @@ SPACE = "▁"
 
 
 class SentencePiece(NamedTuple):
-    """A token of a SentencePiece model."""
-
     text: str
     score: float
     kind: int
 
 
 class SentencePieceModel(NamedTuple):
-    """A SentencePiece model."""
-
     pieces: list[SentencePiece]
     algorithm: int
     charsmap: bytes  # the normalisation of characters, in the form of the tokenizers library
@@ -220,12 +215,10 @@ class SentencePieceModel(NamedTuple):
     squeeze: bool  # strip spaces at the ends, and collapse repeated spaces
 
     def named(self, *kinds: int) -> list[str]:
-        """The tokens of some kinds."""
         return [piece.text for piece in self.pieces if piece.kind in kinds]
 
 
 def read_sentencepiece(path: Path) -> SentencePieceModel:
-    """Read a SentencePiece model."""
     try:
         fields = _message(path.read_bytes())
         pieces = [_piece(data) for data in fields.get(1, [])]
@@ -374,7 +367,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> tuple[Codec, list[str]]:
     """Read the tokenizers of a directory and their special tokens -> codec, notes for the user."""
-    settings = read_settings(directory, NAMES)
+    settings = read_settings(directory)
     with library_errors(f"{directory}: the settings of its tokenizer are invalid"):
         return _read(directory, model_type, hf_config, settings)
 
@@ -412,21 +405,17 @@ class _SpecialTokens:
         self._library = library
         self._settings = settings
         added = library.get_added_tokens_decoder()
-        self._special = {token.content: index for index, token in added.items() if token.special}
+        self.ids = {token.content: index for index, token in added.items() if token.special}
 
     def find(self, *roles: str) -> int | None:
         """The id of the first role with a token: the token in the settings, or a special token with a usual name."""
         for role in roles:
             setting = self._settings.get(role)
-            usual = [name for name in NAMES[role] if name in self._special]
+            usual = [name for name in NAMES[role] if name in self.ids]
             for name in [setting] if isinstance(setting, str) else usual:
                 if (index := self._library.token_to_id(name)) is not None:
                     return int(index)
         return None
-
-    def checked(self, index: Any) -> int | None:
-        """An id from config.json, if it is the id of a special token; unused defaults may be ids of letters."""
-        return index if index in self._special.values() else None
 
     def unknown(self) -> int | None:
         """The id of unknown tokens in the library."""
@@ -466,15 +455,16 @@ def _special_ids(
     directory: Path, special: _SpecialTokens, hf_config: Json, before: list[int], after: list[int], notes: list[str]
 ) -> SpecialIds:
     """The ids of special tokens: around a text, by name, from config.json, or else the id of the end token."""
-    ends = hf_config.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = Fields(hf_config, str(directory)).token_ids("eos_token_id")
     eos = _first_id(*after, special.find("eos_token", "sep_token"), *ends)
     if eos is None:
         raise UserError(f"{directory}: neither its tokenizer nor config.json (eos_token_id) defines the end token")
-    others = ", ".join(str(end) for end in ends if end not in (None, eos))
+    others = ", ".join(str(end) for end in ends if end != eos)
     if others:
         notes.append(f"a text ends with {eos}; config.json also names {others}, which do not end it")
-    start, bos, pad = (special.checked(hf_config.get(f"{key}_token_id")) for key in ("decoder_start", "bos", "pad"))
+    configured = (hf_config.get(f"{key}_token_id") for key in ("decoder_start", "bos", "pad"))
+    # Unused defaults in config.json may be ids of letters.
+    start, bos, pad = (index if index in special.ids.values() else None for index in configured)
     sos = _first_id(*before, special.find("bos_token", "cls_token"), start, bos, eos)
     pad = _first_id(special.find("pad_token"), pad)
     unk = _first_id(special.unknown(), special.find("unk_token"))
@@ -579,9 +569,8 @@ def id_tokenizer(hf_config: Json, size: int, frame: Frame) -> ForeignTokenizer:
 
     def first(*roles: str) -> int:
         """The id of the first of these roles with an id in the vocabulary."""
-        values = (hf_config.get(f"{role}_token_id") for role in roles)
-        ids = (index for value in values for index in (value if isinstance(value, list) else [value]))
-        return next((index for index in ids if type(index) is int and 0 <= index < size), 0)
+        ids = (index for role in roles for index in Fields(hf_config, "").token_ids(f"{role}_token_id"))
+        return next((index for index in ids if index < size), 0)
 
     require_ids([size - 1])
     pad = first("pad", "eos")

@@ -1,7 +1,4 @@
-"""Transformer-XL: a causal LM with a memory of earlier segments and relative positions.
-
-transformers 5 no longer contains this model (transfo-xl).
-"""
+"""Transformer-XL: a causal LM with a memory of earlier segments and relative positions; not in transformers 5."""
 
 from __future__ import annotations
 

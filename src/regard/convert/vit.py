@@ -99,9 +99,8 @@ def read_image_processor(directory: Path, patches: PatchConfig) -> Pixels:
     if not all(isinstance(part, list) and len(part) == channels for part in (mean, scale)):
         raise UserError(f"{path}: image_mean and image_std must have one number per channel ({channels})")
     if not all(isinstance(x, int | float) for x in (factor, *mean, *scale)) or not all((factor, *scale)):
-        raise UserError(
-            f"{path}: rescale_factor, image_mean and image_std must be numbers, and only image_mean may contain zeros"
-        )
+        rule = "must be numbers, and only image_mean may contain zeros"
+        raise UserError(f"{path}: rescale_factor, image_mean and image_std {rule}")
     return parse(Pixels, {"mean": [x / factor for x in mean], "scale": [x / factor for x in scale]}, str(path))
 
 

@@ -25,7 +25,6 @@ BOUNDS = {
     **dict.fromkeys(("repetition_penalty", "temperature"), 100),
     "seed": 2**63 - 1,
 }
-SERVER_OPTIONS = ("window", "batch_tokens", "weights", "precision")  # refused in requests
 # Bodies are validated in the event loop, where millions of wrong values would take seconds.
 SMALL_BODY_BYTES = 4096  # too small for too many values
 MAX_VALUES = 50_000  # of a body
@@ -34,7 +33,8 @@ MAX_KEYS = 100  # of each object in a body
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 Name = Annotated[str, Field(max_length=200)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+LIST = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
+Texts = Annotated[list[Text], LIST]
 
 
 class Body(BaseModel):
@@ -56,9 +56,7 @@ def _checked_keys(value: Any) -> Any:
 
 
 Constrained = Annotated[Request, BeforeValidator(_checked_keys)]
-Inputs = (
-    Text | Constrained | Annotated[list[Text | Constrained], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
-)
+Inputs = Text | Constrained | Annotated[list[Text | Constrained], LIST]
 
 
 class GenerateBody(Options):
@@ -75,7 +73,7 @@ class GenerateBody(Options):
             yield (getattr(self, name) or 0) > BOUNDS[name], f"{name}: at most {BOUNDS[name]}"
         too_long = any(len(item["source"]) > MAX_TEXT for item in self.items())
         yield too_long, f"inputs: a source has at most {MAX_TEXT} characters"
-        for name in SERVER_OPTIONS:
+        for name in ("window", "batch_tokens", "weights", "precision"):
             changed = getattr(self, name) != type(self).model_fields[name].default
             yield changed, f"{name}: is set by the server"
 
@@ -88,7 +86,6 @@ class GenerateBody(Options):
         ]
 
     def options(self) -> Options:
-        """The decoding options."""
         return Options.model_construct(**{name: getattr(self, name) for name in Options.model_fields})
 
 
@@ -130,10 +127,9 @@ class CompletionBody(Body):
 
     def options(self) -> Options:
         """The decoding options; temperature 0 means greedy search."""
-        sampling = self.temperature is None or self.temperature > 0
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         options: dict[str, Any] = {"max_length": self.max_tokens or 16, "stop": stop, "top_tokens": self.logprobs or 0}
-        if sampling:
+        if self.temperature != 0:
             options |= {"sample": True, "temperature": self.temperature or 1.0}
             options |= {"top_p": self.top_p or 1.0, "nbest": self.n or 1}
         if self.seed is not None:
@@ -158,14 +154,14 @@ class ScoreBody(Body):
     """Pairs to score."""
 
     run: Name | None = None
-    pairs: Annotated[list[Pair], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    pairs: Annotated[list[Pair], LIST]
 
 
 class ClassifyBody(Body):
     """Texts to classify."""
 
     run: Name | None = None
-    inputs: Annotated[list[Text | LabelInput], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    inputs: Annotated[list[Text | LabelInput], LIST]
 
 
 class EmbedBody(Body):

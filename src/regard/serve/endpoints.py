@@ -1,7 +1,4 @@
-"""The endpoints: paths, access, and errors in one shape.
-
-The HTTP server and the replicas of Ray Serve share this table, so they give the same answers.
-"""
+"""The endpoints, which the HTTP server and the replicas of Ray Serve share: paths, access, errors in one shape."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ from regard.serve.settings import Keys
 
 log = logging.getLogger("regard.serve")
 
-
 # Who may use a route, where the server has keys: everyone, clients with a key (in the header, or in a field of the body
 # as well), or clients with an admin key.
 Access = Literal["open", "key", "key or body", "admin"]
@@ -43,7 +39,6 @@ class Route:
 
 
 def routes(handlers: Handlers) -> list[Route]:
-    """The endpoints of the API."""
     return [
         Route("POST", "/v1/generate", handlers.generate, bodies.GenerateBody),
         Route("POST", "/translate", handlers.translate, bodies.TranslateBody, "key or body"),
@@ -68,10 +63,10 @@ class Endpoints:
         self._handlers = handlers
         self._keys = keys
         for route in routes:
-            self.paths.setdefault(route.path, {})[route.method] = route
-        for methods in self.paths.values():
-            if "GET" in methods:
-                methods["HEAD"] = methods["GET"]
+            methods = self.paths.setdefault(route.path, {})
+            methods[route.method] = route
+            if route.method == "GET":
+                methods["HEAD"] = route
 
     async def answer(
         self, method: str, path: str, headers: Mapping[str, str], read: Callable[[], Awaitable[bytes]]
@@ -103,7 +98,7 @@ class Endpoints:
         route = methods.get(method)
         if route is None:
             allowed = ", ".join(methods)
-            raise Refused(405, f"{method} {path}: allowed methods: {allowed}", headers={"Allow": allowed})
+            raise Refused(405, f"{method} {path}: allowed methods: {allowed}", allow=allowed)
         if access == "admin" and not self._keys.allows_admin(key):
             raise Refused(403, "an admin key is required (a line 'admin KEY' in the file of --keys)")
         if route.body is None:

@@ -60,10 +60,8 @@ class Handlers:
             raise Refused(413, f"{len(items)} inputs; at most {self.settings.max_inputs} in one request")
         lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
         work = rows * sum(map(partial(_max_output, options), items, lengths))
-        if work > self.settings.max_work:
-            raise Refused(
-                413, f"inputs times hypotheses times output tokens are {work:.0f}; at most {self.settings.max_work}"
-            )
+        if work > (limit := self.settings.max_work):
+            raise Refused(413, f"inputs times hypotheses times output tokens are {work:.0f}; at most {limit}")
         group = Group(run, kind, to_json(options).decode(), alone=kind == "stream")
         return Job(group, items, [rows * n for n in lengths])
 
@@ -152,13 +150,10 @@ class Handlers:
 
     async def languages(self) -> web.Response:
         """List language pairs, in the form of LibreTranslate."""
-        pairs = [
-            name.split("-", 1) for name, run in self.service.runs.items() if "generate" in run["kinds"] and "-" in name
-        ]
-        sources = dict.fromkeys(source for source, _ in pairs)
-        return json_response(
-            [{"code": code, "name": code, "targets": [t for s, t in pairs if s == code]} for code in sources]
-        )
+        runs = self.service.runs.items()
+        pairs = [name.split("-", 1) for name, run in runs if "generate" in run["kinds"] and "-" in name]
+        targets = {code: [target for source, target in pairs if source == code] for code, _ in pairs}
+        return json_response([{"code": code, "name": code, "targets": targets[code]} for code in targets])
 
     async def completions(self, body: bodies.CompletionBody) -> Reply:
         """Continue prompts, in the form of OpenAI."""
@@ -207,10 +202,8 @@ class Handlers:
 
     async def models(self) -> web.Response:
         """List runs with their kinds of answers, in the form of OpenAI."""
-        rows = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "regard", **run}
-            for name, run in self.service.runs.items()
-        ]
+        runs = self.service.runs.items()
+        rows = [{"id": name, "object": "model", "created": 0, "owned_by": "regard", **run} for name, run in runs]
         return json_response({"object": "list", "data": rows})
 
     async def score(self, body: bodies.ScoreBody) -> web.Response:

@@ -31,7 +31,6 @@ class Tally:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -65,7 +64,6 @@ class Monitor:
         self._work[labels] += seconds
 
     def collect(self) -> Iterator[Metric]:
-        """The current metrics."""
         requests = CounterMetricFamily("regard_requests", "Requests answered.", labels=("path", "status"))
         for (path, status), count in self._requests.items():
             requests.add_metric((path, str(status)), count)
@@ -81,12 +79,12 @@ class Monitor:
             for labels, tally in tallies.items():
                 family.add_metric(labels, tally.buckets(), tally.sum)
             yield family
-        queue = self._service.queue
+        service = self._service
+        queue = service.queue
         yield GaugeMetricFamily("regard_queue_inputs", "Inputs waiting for a worker.", len(queue))
         yield GaugeMetricFamily("regard_queue_tokens", "Tokens times hypotheses waiting for a worker.", queue.cost)
-        yield GaugeMetricFamily("regard_workers", "Running workers.", self._service.workers)
-        restarts = self._service.numbers.restarts
-        yield GaugeMetricFamily("regard_worker_restarts", "Workers that were replaced.", restarts)
+        yield GaugeMetricFamily("regard_workers", "Running workers.", service.workers)
+        yield GaugeMetricFamily("regard_worker_restarts", "Workers that were replaced.", service.numbers.restarts)
 
     def text(self) -> bytes:
         """All metrics in the text format of Prometheus."""

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, cast
 
 from pydantic_core import from_json, to_json
@@ -16,6 +17,9 @@ from regard.parallel.messages import Message, Unpacker, pack
 
 EXIT_SECONDS = 3.0  # grace period before a process that should have exited is killed
 ONEDNN_PRIMITIVES = 256  # compiled matrix products that a worker caches, one per shape; the default, 1,024, is too much
+
+OnMessage = Callable[["WorkerConnection", dict[str, Any]], None]
+OnEnd = Callable[["WorkerConnection"], None]
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,7 @@ class PoolSettings:
 class WorkerConnection(asyncio.Protocol):
     """The connection to a worker: a process, or a thread of one, that answers one batch after the other."""
 
-    def __init__(
-        self,
-        child: Child,
-        on_message: Callable[[WorkerConnection, dict[str, Any]], None],
-        on_end: Callable[[WorkerConnection], None],
-    ) -> None:
+    def __init__(self, child: Child, on_message: OnMessage, on_end: OnEnd) -> None:
         """`on_end` is called when the connection has ended, because the process has."""
         self.child = child
         self.alive = False
@@ -84,12 +83,7 @@ class WorkerConnection(asyncio.Protocol):
 class Pool:
     """The template process and the workers of one loaded state of the runs."""
 
-    def __init__(
-        self,
-        settings: PoolSettings,
-        on_message: Callable[[WorkerConnection, dict[str, Any]], None],
-        on_end: Callable[[WorkerConnection], None],
-    ) -> None:
+    def __init__(self, settings: PoolSettings, on_message: OnMessage, on_end: OnEnd) -> None:
         """`on_message` receives the messages of workers, `on_end` every worker that has ended."""
         self.settings = settings
         self.workers: list[WorkerConnection] = []
@@ -132,13 +126,12 @@ class Pool:
 
     async def _start_template(self) -> None:
         settings = self.settings
+        capacity = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(ONEDNN_PRIMITIVES))
         self._template = Template(
             "regard.serve.worker:prepare",
             {**asdict(settings), "slots": settings.slots},
             {
-                "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get(
-                    "ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(ONEDNN_PRIMITIVES)
-                ),
+                "ONEDNN_PRIMITIVE_CACHE_CAPACITY": capacity,
                 "OMP_NUM_THREADS": str(settings.threads),
                 "TOKENIZERS_PARALLELISM": "false",
             },
@@ -158,10 +151,9 @@ class Pool:
         assert self._template is not None
         child, connections = await asyncio.to_thread(_start_child, self._template, self.settings.slots)
         loop = asyncio.get_running_loop()
+        protocol = partial(WorkerConnection, child, self._on_message, self._on_end)
         for connection in connections:
-            _, worker = await loop.create_unix_connection(
-                lambda: WorkerConnection(child, self._on_message, self._on_end), sock=connection
-            )
+            _, worker = await loop.create_unix_connection(protocol, sock=connection)
             self.workers.append(worker)
 
 

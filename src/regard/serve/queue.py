@@ -35,8 +35,7 @@ class BatchSpeed:
     latency: float = INITIAL_LATENCY  # seconds of a batch of one input
 
     @property
-    def target(self) -> float:
-        """The target batch time."""
+    def target_seconds(self) -> float:
         return min(MAX_BATCH_SECONDS, max(MIN_BATCH_SECONDS, BATCH_LATENCIES * self.latency))
 
 
@@ -74,9 +73,8 @@ class Job:
 
     def __post_init__(self) -> None:
         self.remaining = sum(self.costs)
-        self.waiting = sorted(
-            range(len(self.inputs)), key=self.costs.__getitem__, reverse=True
-        )  # similar costs together
+        # Similar costs together.
+        self.waiting = sorted(range(len(self.inputs)), key=self.costs.__getitem__, reverse=True)
 
     @property
     def large(self) -> bool:
@@ -93,13 +91,11 @@ class Job:
             await self.news
 
     def add_piece(self, piece: dict[str, Any]) -> None:
-        """Add a piece of a stream."""
         self.started = True
         self.pieces.append(piece)
         self._wake()
 
     def add_result(self, index: int, result: dict[str, Any]) -> None:
-        """Add the result of one input."""
         self.results[index] = result
         if self.done:
             self._wake()
@@ -226,10 +222,10 @@ class Queue:
         longest = max(job.costs[index] for job, index in batch.entries)
         if count == 1:
             speed.latency += SMOOTHING * (seconds - speed.latency)
-        elif seconds > speed.target:
-            speed.budget = max(1.0, min(speed.budget, longest * count * speed.target / seconds))
+        elif seconds > speed.target_seconds:
+            speed.budget = max(1.0, min(speed.budget, longest * count * speed.target_seconds / seconds))
         elif longest * (count + 1) > speed.budget:  # the batch was full
-            speed.budget = min(self.batch_cost, speed.budget * min(2.0, speed.target / seconds))
+            speed.budget = min(self.batch_cost, speed.budget * min(2.0, speed.target_seconds / seconds))
 
     def _speed(self, group: Group) -> BatchSpeed:
         return self._speeds.setdefault((group.run, group.kind), BatchSpeed())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection
 from functools import cache
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from aiohttp import web
@@ -34,18 +33,12 @@ ASSETS = {"/": "server/index.html", "/docs": "server/docs.html"} | {
 class Refused(Exception):
     """A refused request: status and message of the answer."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        retry_after: float | None = None,
-        headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, status: int, message: str, retry_after: float | None = None, allow: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.retry_after = retry_after  # seconds
-        self.headers = headers
+        self.allow = allow  # methods of a path
 
 
 class EventStream(NamedTuple):
@@ -75,7 +68,6 @@ async def send_events(
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """A JSON answer."""
     return web.Response(body=to_json(data), status=status, headers=headers, content_type="application/json")
 
 
@@ -85,7 +77,7 @@ def error_json(status: int, message: str) -> dict[str, Any]:
 
 def error_response(refused: Refused) -> web.Response:
     """The answer to a refused request; all errors have this shape."""
-    headers = dict(refused.headers)
+    headers = {"Allow": refused.allow} if refused.allow else {}
     if refused.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after)))
     if refused.status == 401:
@@ -109,11 +101,8 @@ def common_headers(request: web.BaseRequest, origins: Collection[str], closing: 
 
 @cache
 def policy() -> str:
-    """The content security policy: only files of this server.
-
-    The frame with an attention page inherits it, so it includes the hashes of that page's style and script.
-    """
-    framed = page_hashes()
+    """The content security policy: only files of this server."""
+    framed = page_hashes()  # of the attention page, whose frame inherits the policy
     return (
         f"default-src 'none'; script-src 'self' '{framed['script']}'; style-src 'self' '{framed['style']}';"
         " img-src 'self'; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"

@@ -163,12 +163,11 @@ class Server:
         listener = self._listen()
         self.port = listener.getsockname()[1]
         loop = asyncio.get_running_loop()
-        max_body = self.settings.max_body
         manager = self._manager = web.Server(
             self._handle,
             handler_cancellation=True,
             request_factory=lambda message, payload, protocol, writer, task: web.BaseRequest(
-                message, payload, protocol, writer, task, loop, client_max_size=max_body
+                message, payload, protocol, writer, task, loop, client_max_size=self.settings.max_body
             ),
         )
         protocol = partial(
@@ -186,9 +185,8 @@ class Server:
     def _listen(self) -> socket.socket:
         settings = self.settings
         try:
-            (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-                settings.host, settings.port, type=socket.SOCK_STREAM
-            )
+            addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = addresses[0]
             listener = socket.socket(family, kind, protocol)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel closes connections whose client takes no data
@@ -266,9 +264,8 @@ def serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[str], No
 
 
 async def _serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[str], None]) -> None:
-    logging.basicConfig(
-        format="%(asctime)s %(message)s", level=logging.INFO if settings.access_log else logging.WARNING
-    )
+    level = logging.INFO if settings.access_log else logging.WARNING
+    logging.basicConfig(format="%(asctime)s %(message)s", level=level)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # clients that send no HTTP would fill the log
     server = Server(runs, settings)
     ended = asyncio.Event()

@@ -76,15 +76,12 @@ class ServeSettings(Value):
         """Refuse to be open to other machines without keys or `public`, and a precision that the engine lacks."""
         local = self.host == "localhost" or (is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
         if not local and not keys.any and not self.public:
-            raise UserError(
-                f"--host {self.host}: other machines could use the server without a key; give --keys FILE, or --public"
-                " to allow this"
-            )
+            advice = "give --keys FILE, or --public to allow this"
+            raise UserError(f"--host {self.host}: other machines could use the server without a key; {advice}")
         check_engine(self.engine, Options(precision=self.precision), show="--{}".format)
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -154,9 +151,8 @@ def named_runs(runs: list[str]) -> dict[str, str]:
             name = Path(text).resolve().name
             path = text
         if not re.fullmatch(r"[\w.+-]+", name) or len(name) > MAX_NAME:
-            raise UserError(
-                f"{text}: the name of a run may have letters, digits and . + - _; give it as NAME=DIRECTORY"
-            )
+            rule = "may have letters, digits and . + - _; give it as NAME=DIRECTORY"
+            raise UserError(f"{text}: the name of a run {rule}")
         if name in names:
             raise UserError(f"{text}: another run is also named {name}; give one of them as NAME=DIRECTORY")
         names[name] = path

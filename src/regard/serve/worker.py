@@ -74,10 +74,7 @@ def answer_in_threads(answerer: Answerer, channel: Channel, slots: int) -> None:
 
 
 def answer_batches(answerer: Answerer, channel: Channel) -> None:
-    """Answer one batch after the other until the server closes the connection.
-
-    While a batch is being answered, a message can only be its cancellation.
-    """
+    """Answer one batch after the other until the server closes the connection."""
 
     def send(body: dict[str, Any]) -> None:
         channel.send(*body_message(body))
@@ -88,6 +85,7 @@ def answer_batches(answerer: Answerer, channel: Channel) -> None:
             body = read_body(message)
             if "cancel" in body:  # the batch has been answered in the meantime
                 continue
+            # Until the results are sent, a message can only be the cancellation of this batch.
             task = BatchTask(**body, cancelled=lambda: channel.readable, send=send)
             try:
                 results: list[Result] | None = answerer.answer(task)
