@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.answers import EMBED_TOKENS, open_engine, trace_example, truncation, unknown_remark, usable_options
+from regard.batch import windows
 from regard.config import parse, to_toml
 from regard.data.in_memory import in_memory
 from regard.data.reader import MEMORY, Source
-from regard.decode.encoder_only import Classification, classify, classify_images, embed, fill_masks
-from regard.decode.engine import TokenStream, generate, stream
+from regard.decode.encoder_only import Classification, classify, classify_images, embed
+from regard.decode.engine import TokenStream, stream
 from regard.decode.forced import Pair, Scored, score
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import (
@@ -143,8 +144,8 @@ class LoadedRun(Run):
         override `options`. A masked language model fills the masks of a text; `top_tokens` has their candidates.
         """
         requests = checked_list("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
-        answer = fill_masks if self.task.name == "masked" else generate
-        hypotheses = answer(self._runs(ensemble), requests, self._options(options, settings))
+        engine = open_engine(self._runs(ensemble), self._options(options, settings), workers=1)
+        hypotheses = (row for window in windows(requests, engine.options.window) for row in engine(window))
         return Results(map(Results, hypotheses), [item if isinstance(item, str) else item.source for item in requests])
 
     @checked_call(Options)

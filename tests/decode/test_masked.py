@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kit.toy import call, strict_json
 from regard.api import LoadedRun
 from regard.config import Config, parse
-from regard.decode.encoder_only import MaskFiller, fill_masks
+from regard.decode.encoder_only import MaskFiller
 from regard.decode.request import Options, Request
 from regard.errors import UserError
 from regard.model import Model
@@ -88,9 +88,9 @@ def test_a_masked_token_is_masked_as_in_training_and_fills_its_place(scheme: str
 def test_filling_does_not_depend_on_the_batch() -> None:
     run = encoder("word")
     texts = ["the <mask> sat", "a <mask>", "<mask> <mask> <mask> on a mat.", "", "no", "the cat <mask> on the mat."]
-    together = list(fill_masks(run, texts, Options(batch_tokens=16)))
+    together = MaskFiller(run, Options(batch_tokens=16))(texts)
     for text, (ours,) in zip(texts, together, strict=True):
-        ((alone,),) = fill_masks(run, [text])
+        ((alone,),) = MaskFiller(run)([text])
         assert (alone.text, alone.ids, alone.flags) == (ours.text, ours.ids, ours.flags)
         assert alone.token_scores == pytest.approx(ours.token_scores, abs=1e-5)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unicodedata import normalize as normalize_unicode
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize as normalize_length
 
-from regard.batch import TokenIds, by_length, in_parts, pad, windows
+from regard.batch import TokenIds, by_length, in_parts, pad
 from regard.decode.constraints import SearchInput
 from regard.decode.engine import Engine
 from regard.decode.ensemble import check_numbers
@@ -238,15 +238,6 @@ class MaskFiller(Engine):
             joined += (spelling if joined else spelling.removeprefix(self._space.encode())) + part
         text = joined.decode("utf-8", "replace")
         return normalize_unicode("NFC", text) if self.run.codec.source.scheme == "nfd" else text
-
-
-def fill_masks(
-    runs: Run | Sequence[Run], inputs: Iterable[Input], options: Options | None = None
-) -> Iterator[list[Hypothesis]]:
-    """Fill the masks of every text, in order. The output is empty and flagged without a mask or for too long a text."""
-    engine = MaskFiller(runs, options)
-    for window in windows(inputs, engine.options.window):
-        yield from engine(window)
 
 
 # Embeddings
