@@ -38,6 +38,9 @@ class Note(NamedTuple):
     kind: Literal["shortened", "method", "unmeasured", "limit"]
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass(frozen=True)
 class ImageInput:
