@@ -114,6 +114,7 @@ WRONG_CALLS = [
     (lambda run: run.classify(["a"], max_sourc=5), "no option 'max_sourc'; did you mean 'max_source'"),
     (lambda run: run.attention("abc", 3), "attention: target is a text, not int 3"),
     (lambda run: run.attention("abc", beam=0), "beam: input should be greater"),
+    (lambda run: run.attention("abc", more=-1), "more is a number of tokens, not -1"),
     (lambda run: run.attention("abc", more=2), "only a language model goes on"),
     (lambda run: run.evaluate(["abc"]), r"data\[0\]: is one text, str 'abc'"),
     (lambda run: run.evaluate(ONE, metrics="wer"), r"metrics: takes a list of texts, such as \['wer'\], not one text"),

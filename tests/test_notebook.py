@@ -135,6 +135,18 @@ def test_circuits_are_tables_of_what_matters_most(monkeypatch):
     assert Reader(found._repr_html_()).text == f"logit 1.250 of apartlogit{rows}"
 
 
+def test_an_attribute_of_a_result_is_not_one_of_the_list():
+    found = Results([Results([HYPOTHESIS])], ["a"])
+    with pytest.raises(AttributeError, match=r"one list of hypotheses per input; write results\[0\]\[0\]\.text"):
+        _ = found.text
+    with pytest.raises(AttributeError, match=r"a list; write results\[0\]\.text"):
+        _ = found[0].text
+    for results in (found, Results(), Results([Results()])):
+        with pytest.raises(AttributeError, match="'Results' object has no attribute 'txt'"):
+            _ = results.txt
+        assert repr(copy.deepcopy(results)) == repr(results)
+
+
 def test_a_request_is_shown_by_what_differs_from_the_defaults():
     assert repr(regard.Request("abc")) == "Request(source='abc')"
     request = regard.Request("abc", prefix="K", require=["a"], max_length=3)

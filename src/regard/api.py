@@ -274,6 +274,8 @@ class LoadedRun(Run):
         classifier it is a label. An image is an array (channels, height, width), with numbers as in its file.
         """
         Options.of(beam=beam)
+        if more < 0:
+            raise UserError(f"attention: more is a number of tokens, not {more}")
         if isinstance(source, np.ndarray):
             return trace_image(self, source, target)
         example = source if isinstance(source, Example) else Example(source)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 MAX_ROWS = 200  # of a long list
@@ -77,6 +77,17 @@ class Results(list[T]):
     def __init__(self, results: Iterable[T] = (), inputs: Sequence[str] = ()) -> None:
         super().__init__(results)
         self.inputs = tuple(inputs)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Explain how to reach an attribute of the results, which the list does not have."""
+        first: Any = self[:1]
+        index = ""
+        while isinstance(first, list) and first:
+            first, index = first[0], index + "[0]"
+        if name.startswith("_") or isinstance(first, list) or not hasattr(first, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        kind = "one list of hypotheses per input" if index == "[0][0]" else "a list"
+        raise AttributeError(f"{kind}; write results{index}.{name}")
 
     def _repr_html_(self) -> str:
         rows: list[dict[str, Any]] = []
