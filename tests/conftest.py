@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from kit.chromium import browser, running_browser
 from kit.preloaded import forked_children
@@ -16,6 +17,9 @@ from kit.toy import call, small, spell, toy_words
 
 __all__ = ["browser", "running_browser"]  # fixtures: one browser for all tests of a process
 
+# Tests do not measure time: an example that is slow on a busy machine is not a failure.
+settings.register_profile("regard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("regard")
 torch.set_num_threads(1)  # tests work on small tensors, for which a second thread costs more than it brings
 # Jobs in the background and those of nohup inherit these as ignored; some tests send them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Library
-from tokenizers import models, pre_tokenizers
+from tokenizers import Tokenizer as Library, models, pre_tokenizers
 
 import regard
 from kit.families import BOTH, DECODERS, ENCODERS, build, shrunk

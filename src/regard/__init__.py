@@ -9,23 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regard.api import LoadedRun as LoadedRun
-    from regard.api import load as load
-    from regard.api import train as train
-    from regard.config import Config as Config
-    from regard.config import Stack as Stack
-    from regard.decode.request import Options as Options
-    from regard.decode.request import Request as Request
+    from regard.api import LoadedRun as LoadedRun, load as load, train as train
+    from regard.config import Config as Config, Stack as Stack
+    from regard.decode.request import Options as Options, Request as Request
     from regard.errors import UserError as UserError
-    from regard.inspect.circuits import attribute as attribute
-    from regard.inspect.circuits import ov as ov
-    from regard.inspect.circuits import qk as qk
-    from regard.inspect.circuits import rollout as rollout
-    from regard.inspect.circuits import top_neurons as top_neurons
+    from regard.inspect.circuits import (
+        attribute as attribute,
+        ov as ov,
+        qk as qk,
+        rollout as rollout,
+        top_neurons as top_neurons,
+    )
     from regard.inspect.heads import induction_scores as induction_scores
     from regard.model import Model as Model
-    from regard.nn.hooks import patch as patch
-    from regard.nn.hooks import record as record
+    from regard.nn.hooks import patch as patch, record as record
     from regard.presets import preset as preset
     from regard.recipe import Recipe as Recipe
     from regard.text.codec import Example as Example

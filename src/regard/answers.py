@@ -237,9 +237,6 @@ def describe(name: str, run: Run) -> Result:
     }
 
 
-# Engines
-
-
 def usable_options(options: Options, device: torch.device, report: Callable[[str], None]) -> Options:
     """The options with a precision that works on the device."""
     if options.precision != "bf16":
@@ -279,9 +276,6 @@ def is_small(runs: Iterable[Run]) -> bool:
     return sum(run.model.size for run in runs) < SMALL_MODEL
 
 
-# The JSON shapes of answers
-
-
 def generation_json(source: str, hypotheses: Sequence[Hypothesis], details: Mapping[str, Any] = {}) -> Result:
     """The outputs for a source, with further details."""
     answer: Result = {"source": source, "hypotheses": [hypothesis.as_dict() for hypothesis in hypotheses], **details}
@@ -298,9 +292,6 @@ def label_json(source: str, label: Classification) -> Result:
 def score_json(pair: Example, scored: Scored) -> Result:
     """The score of a pair."""
     return {"source": pair.source, "target": pair.target, **scored.as_dict()}
-
-
-# Attention and embeddings
 
 
 def unknown_remark(codec: Codec, example: Example) -> str:

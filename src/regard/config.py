@@ -7,21 +7,12 @@ layer. A decoder is causal and attends to the encoder of the same config; an enc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import tomli_w
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from regard.errors import UserError
 from regard.suggest import closest, nearest, synonym
@@ -87,7 +78,7 @@ class Value(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _raise_user_error(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+    def _raise_user_error(cls, data: Any, handler: Callable[[Any], Self], info: ValidationInfo) -> Self:
         """Translate the errors of a direct construction, `Stack(layers=0)`; `parse` translates its own."""
         try:
             return handler(data)

@@ -224,8 +224,6 @@ def _sacrebleu(name: str, settings: MetricSettings) -> Any:
         raise UserError(f"--bleu-tokenize {tokenize}: sacrebleu cannot get its model: {error}") from None
 
 
-# Default metrics
-
 Content = Literal["labels", "tokens", "words", "sentences"]
 FITTING: Mapping[Content, tuple[str, ...]] = {
     "labels": ("accuracy",),

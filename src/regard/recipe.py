@@ -293,8 +293,7 @@ def recipe_tables(recipe: str | Path) -> dict[str, Any]:
 def assign(tables: dict[str, Any], setting: str) -> None:
     """Apply one `--set key=value` to recipe tables, in place.
 
-    A key is a full path (`train.lr`, `decoder.score`), or a bare name that only one section has. A field of Stack
-    applies to both stacks. The value is TOML, or a plain word.
+    A key is a full path (`train.lr`), or a name that only one section has; a field of Stack applies to both stacks.
     """
     key, raw = split_setting(setting)
     try:

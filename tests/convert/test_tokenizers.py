@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from tokenizers import Tokenizer as Library, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import SpecialIds, parse
 from regard.convert.tokenizers import read_sentencepiece, read_tokenizers, write_tokenizers

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from regard.data import plain_text as stream
-from regard.data import store as corpus
+from regard.data import plain_text as stream, store as corpus
 from regard.data.plain_text import PieceEncoder, Stream, StreamWriter, divide, read_pieces, split_at, tokenize_text
 from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.data.reader import LineCounter, Source

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from regard import files
-from regard.data import pairs, reader, tables
-from regard.data import prepare as module
+from regard.data import pairs, prepare as module, reader, tables
 from regard.data.prepare import Prepared, changed_files, open_prepared, prepare
 from regard.errors import UserError
 from regard.recipe import load_recipe

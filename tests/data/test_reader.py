@@ -13,11 +13,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from regard.data import reader as module
-from regard.data import reader as streams
+from regard.data import reader as module, reader as streams
 from regard.data.reader import LineCounter, Located, Source, open_bytes, read_lines
 from regard.errors import UserError
 from regard.text.codec import Example

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from regard.data import encode, pairs, plain_text, reader
-from regard.data import prepare as prepared
+from regard.data import encode, pairs, plain_text, prepare as prepared, reader
 from regard.data.prepare import prepare
 from regard.errors import UserError
 from regard.parallel.children import Child, Template

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kit.decoding import NAMES, names, run_of, same, seeds, sources, trained, words
 from regard.decode.engine import generate

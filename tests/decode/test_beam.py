@@ -8,8 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from kit.decoding import NAMES, names, run_of, seeds, sources, words

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_batch_independence import STRATEGIES
 
 from kit.decoding import POSITIONS, language_model, run_of, same, sources, words

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_batch_independence import STRATEGIES
 
 from kit.decoding import LETTERS, NAMES, names, run_of, seeds, sources, trained, words

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kit.decoding import NAMES, blank, lesson, run_of, sources, tokenizer, trained
 from regard.batch import by_length, windows

@@ -6,8 +6,7 @@ from collections import deque
 from itertools import product
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from regard.decode.constraints import NEVER, Letters, Spelling, make_phrases
 

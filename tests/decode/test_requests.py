@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import regard
 from kit.decoding import LETTERS, NAMES, language_model, names, run_of, same, seeds, sources, words

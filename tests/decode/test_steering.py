@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kit.decoding import LETTERS, NAMES, language_model, names, run_of, seeds, sources, trained, words
 from regard.decode.constraints import PhraseConstraint, SearchInput, Spelling, is_combining, make_phrases

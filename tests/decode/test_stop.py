@@ -5,8 +5,7 @@ from __future__ import annotations
 from unicodedata import normalize
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from kit.decoding import LETTERS, NAMES, language_model, run_of, sources
 from regard.decode.constraints import is_combining

@@ -7,8 +7,7 @@ from collections import Counter
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from regard import metrics
 from regard.errors import UserError

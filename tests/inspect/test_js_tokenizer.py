@@ -10,8 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tokenizers import Regex, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as Library
+from tokenizers import Regex, Tokenizer as Library, models, normalizers, pre_tokenizers
 
 from kit.node import JS_TESTS, WEB, needs_node, run_node
 from regard.text.tokenizer import SPECIALS, Tokenizer, byte_letters, pre_tokenizer

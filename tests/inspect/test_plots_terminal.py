@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.cells import cell_len
 
 from regard.inspect.plots import LTR_MARK, SHADES, colour, draw_in_colour, draw_in_shades, shade, visible

@@ -7,12 +7,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from regard.config import AxialConfig as AxialShape
-from regard.config import RotaryConfig as Turning
-from regard.config import Stack
+from regard.config import AxialConfig as AxialShape, RotaryConfig as Turning, Stack
 from regard.errors import UserError
 from regard.nn.position import Axial, Bucket, Learned, Position, Rotary, alibi_slopes, make_position, sinusoid
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.config import ScoreName as ScoreName
-from regard.config import Stack
+from regard.config import ScoreName as ScoreName, Stack
 from regard.nn.attention import Attention, AttentionMask
 from regard.nn.position import Position
 from regard.nn.score import Score, make_score

@@ -14,8 +14,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kit.preloaded import new_interpreter
 from regard.errors import UserError

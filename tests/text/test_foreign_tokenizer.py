@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import Tokenizer as Library
+from hypothesis import given, settings, strategies as st
+from tokenizers import AddedToken, Tokenizer as Library, decoders, models, normalizers, pre_tokenizers, processors
 
 from regard.config import SpecialIds, parse
 from regard.errors import UserError

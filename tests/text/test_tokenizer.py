@@ -8,10 +8,8 @@ import sys
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer as Library
-from tokenizers import models, pre_tokenizers
+from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer as Library, models, pre_tokenizers
 
 from regard.errors import UserError
 from regard.text.tokenizer import SPECIALS, Tokenizer, byte_letters

@@ -12,8 +12,7 @@ from uuid import uuid4
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from regard.errors import UserError
 from regard.run import save_weights

@@ -23,8 +23,7 @@ from regard.data import prepare as preparing
 from regard.errors import UserError
 from regard.recipe import Recipe, assign, load_recipe
 from regard.run import WEIGHTS
-from regard.training import log as logs
-from regard.training import ray_tune
+from regard.training import log as logs, ray_tune
 from regard.training.fit import fit
 from regard.training.log import Sink
 from regard.training.ray_tune import choose_cluster, run_on_ray

@@ -26,8 +26,7 @@ from regard.cli.options import (
     parse_decoding,
     with_options,
 )
-from regard.cli.output import flush, message, out_json
-from regard.cli.output import out as write
+from regard.cli.output import flush, message, out as write, out_json
 from regard.decode.engine import TokenStream, TorchEngine
 from regard.decode.hypothesis import empty_hypothesis
 from regard.decode.request import check_engine, check_streaming, check_supported
@@ -42,8 +41,7 @@ def command(
     run: RunPath,
     options: dict[str, Any],
     file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="Source lines, requests (.jsonl), or images (.npz); - is stdin."),
+        str, typer.Argument(metavar="FILE", help="Source lines, requests (.jsonl), or images (.npz); - is stdin.")
     ] = "-",
     jsonl: Annotated[
         bool, typer.Option("--jsonl", help="Lines are JSON, as in a .jsonl file. Implies --json.")

@@ -76,9 +76,6 @@ def columns_in_words(names: Sequence[str], words: Mapping[str, str] = COLUMN_WOR
     return f"{', '.join(first)} and {last} per line, separated by {'a tab' if len(names) == 2 else 'tabs'}"
 
 
-# Input
-
-
 class InputLine(NamedTuple):
     """A line as a request; a bad line has an empty request and an error."""
 
@@ -219,9 +216,6 @@ def _available(lines: Iterator[Line], count: int) -> Iterator[list[Line]]:
             item = waiting.get()
     if item is not None:
         raise item
-
-
-# Answers
 
 
 @dataclass(frozen=True)

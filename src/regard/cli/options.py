@@ -80,9 +80,6 @@ def chosen_options(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
 
 
-# Options from fields
-
-
 @dataclass(frozen=True)
 class FieldOption:
     """An option that sets a field of a config value."""
@@ -154,9 +151,6 @@ def with_options(parameter: str, *options: FieldOption) -> Callable[[Callable[..
     return decorate
 
 
-# Options of decoding
-
-
 def decoding_options(*left_out: str) -> list[FieldOption]:
     """The options of decoding, in panels, without those that do not apply to a verb."""
     return [
@@ -185,9 +179,6 @@ def _head(text: str) -> tuple[int, int]:
     if not (layer.isdecimal() and head.isdecimal() and int(layer) and int(head)):
         raise UserError(f"--alignment-heads: {text!r} is not LAYER.HEAD, both counted from 1, such as 2.1")
     return int(layer) - 1, int(head) - 1
-
-
-# Runs and their data
 
 
 def open_runs(paths: Sequence[str], device: str = "cpu", threads: int | None = None) -> list[Run]:

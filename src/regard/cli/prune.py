@@ -14,8 +14,7 @@ from regard.cli.output import message, out_json, print_table
 from regard.data.reader import LineCounter
 from regard.errors import UserError
 from regard.inspect.inputs import describe_size, read_task_data
-from regard.inspect.plots import draw_lines
-from regard.inspect.plots import save as save_picture
+from regard.inspect.plots import draw_lines, save as save_picture
 from regard.inspect.prune import Criterion, PruneAmount
 from regard.run import require_numbers
 from regard.suggest import one_of

@@ -1,10 +1,8 @@
 """A family of Hugging Face models: a two-way config table, a weight table, and names.
 
 A config table is a tuple of `Key`s. Each reads one key of a config.json into fields of our `Config`, named by dotted
-paths such as `decoder.width`, and writes the key from the first of these fields. To detect settings that a family
-cannot express, a written config is read again and compared.
-
-In this package "ours" means regard's side of a conversion, and "theirs" the side of the other library.
+paths such as `decoder.width`, and writes the key from the first of these fields. A written config is read again and
+compared. In this package "ours" means regard's side of a conversion, "theirs" that of the other library.
 """
 
 from __future__ import annotations

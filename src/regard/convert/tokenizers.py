@@ -9,8 +9,16 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import Tokenizer as Library
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer as Library,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from regard.config import MAX_TOKENS, Frame, SpecialIds
 from regard.convert.family import Fields, Json

@@ -37,9 +37,8 @@ def count_activations(
 ) -> int:
     """Bytes of the activations of a training batch whose rows have `length` tokens.
 
-    With `recompute`, a layer stores only its inputs. To these the larger of two is added: the keys and values of all
-    layers in the forward pass, or the activations inside one layer in the backward pass. With `bf16`, the result is
-    the memory of autocast on a GPU: bfloat16, except for the inputs of norms, plus the log-probabilities of all labels.
+    With `recompute`, a layer stores only its inputs, plus the larger of the keys and values of all layers (forward) and
+    the activations inside one layer (backward). `bf16` counts autocast on a GPU: bfloat16, except for inputs of norms.
     """
     model = on_meta(config).train()
     rows = max(1, batch_tokens // length)

@@ -1,8 +1,7 @@
 """The cost of training in each of several processes: memory, communication and time, without building a model.
 
-The collectives are those of `training.step`. With ddp, every bucket of gradients is all-reduced during the last
-backward pass of a step. With fsdp, every batch needs all-gathers and reduce-scatters of every Transformer layer, and of
-all other weights as one more unit, which stays gathered from the forward to the backward pass.
+With ddp, gradients are all-reduced in buckets during the last backward pass of a step. With fsdp, every batch needs
+all-gathers and reduce-scatters of every Transformer layer, and of all other weights as one more unit.
 """
 
 from __future__ import annotations

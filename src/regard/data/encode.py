@@ -110,9 +110,6 @@ def load_maker(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
     return lambda channel, _: answer_requests(channel, maker.make), {}
 
 
-# Files
-
-
 class ShardStore:
     """A directory of shards. The name of a file is a hash of the maker's settings and the block."""
 
@@ -151,8 +148,6 @@ def _load(path: Path) -> Message | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
-
-# Rows
 
 TOO_SHORT = "too short"
 RATIO = "lengths too different"
@@ -320,9 +315,6 @@ class ExampleEncoder:
                 lengths = f"{plural(longer[index], 'token')} and {shorter[index]:,}"
                 skip(position, RATIO, f"{lengths}; data.max_ratio is {max_ratio}")
         return np.flatnonzero(~bad).tolist() if bad.any() else range(len(bad))
-
-
-# Blocks of pairs and labelled texts
 
 
 class EncodedBlock(NamedTuple):

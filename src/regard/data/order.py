@@ -38,9 +38,8 @@ def generator(*key: int) -> np.random.Generator:
 class Batches(Sequence[Indices]):
     """The batches of an epoch: arrays of example numbers. Each number occurs once, unless there are `shares`.
 
-    A batch has at most `batch_examples` rows, and at most `batch_tokens` tokens: rows times the longest side. A longer
-    example is a batch of its own. Lengths include the end token. `sizes` are the sizes of the corpora, `shares` their
-    shares of the epoch. Only the batches of one window are in memory.
+    A batch has at most `batch_examples` rows and `batch_tokens` tokens (rows times the longest side, end tokens
+    included); a longer example is a batch of its own. `shares` are those of the corpora, whose sizes are `sizes`.
     """
 
     def __init__(

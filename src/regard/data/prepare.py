@@ -133,9 +133,6 @@ def prepare(
     return replace(prepared, notes=[*notes, *prepared.notes], columns=columns)
 
 
-# The cache
-
-
 def _cache_key(made_from: dict[str, str | None], base: BaseText | None) -> str:
     """A hash of everything that prepared data depends on."""
     parts: list[Any] = [FORMAT, sorted(made_from.items())]

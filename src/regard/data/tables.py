@@ -178,8 +178,6 @@ def _unpack(packed: bytes) -> Iterator[Any]:
         yield from stream
 
 
-# Several files as one data set
-
 PART = 1 << 40  # the position of an example is the number of its line plus PART times the number of its file
 DUPLICATE = "pair that came before"
 PARTITIONS = 64  # of hashes, sorted one after the other
@@ -348,8 +346,6 @@ class Duplicates:
         begin = self._begins[part] + first - 1
         return self._mask[begin : begin + lines]
 
-
-# The validation split
 
 VALID_SHARE = 0.05  # of the examples
 MIN_VALID = 50  # examples

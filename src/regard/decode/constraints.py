@@ -177,9 +177,8 @@ def _letter_automaton(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Build the Aho-Corasick automaton of the phrases over letters.
 
-    A state is the longest suffix of the text that begins a phrase. Returns the transitions and, per state, the bits of
-    requirements just met, whether a forbidden phrase was just completed, the length of the longest stop string just
-    completed, and the number of last letters that may begin a stop string.
+    Returns the transitions and, per state: the bits of the requirements just met, whether a forbidden phrase was just
+    completed, the length of the longest stop string just completed, the last letters that may begin a stop string.
     """
     children: list[dict[int, int]] = [{}]
 

@@ -129,12 +129,10 @@ class CTranslate2Engine(Engine):
         self.translator.unload_model()
 
     def _search(self, inputs: Inputs, strict: bool, exact: bool = False) -> dict[int, list[DecodedIds]]:
-        """Search, then repeat the search for inputs whose outputs break a rule that CTranslate2 does not know.
+        """Search, then repeat the search for inputs whose outputs break a rule that CTranslate2 does not support.
 
-        Blocked tokens are suppressed (`strict`) only for inputs whose outputs have them, because CTranslate2 then
-        normalises the other probabilities again, which changes the ranking. Tokens that must not follow a prefix can
-        only be suppressed after the same tokens anywhere. A batch has one limit for inputs with similar limits; an
-        output that reaches its own lower limit is searched again with that limit (`exact`).
+        Blocked tokens are suppressed (`strict`) only where they occur, because CTranslate2 then renormalises, which
+        changes the ranking. A batch has one limit; inputs that reach their own limit are searched again (`exact`).
         """
         searches = []
         for batch in self._batches(inputs, strict, exact or strict or self.options.sample):

@@ -128,8 +128,6 @@ def _classify(run: Run, source: Tensor, keep_BS: Tensor | None) -> list[Classifi
     ]
 
 
-# Masks
-
 CANDIDATES = 5  # per mask, the default of `top_tokens`
 MAX_LOGITS = 1 << 22  # in memory at once
 
@@ -238,9 +236,6 @@ class MaskFiller(Engine):
             joined += (spelling if joined else spelling.removeprefix(self._space.encode())) + part
         text = joined.decode("utf-8", "replace")
         return normalize_unicode("NFC", text) if self.run.codec.source.scheme == "nfd" else text
-
-
-# Embeddings
 
 
 class Embeddings(NamedTuple):

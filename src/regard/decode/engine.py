@@ -146,15 +146,11 @@ def generate(
         yield from engine(window)
 
 
-# Worker processes
-
-
 class WorkerPool(Engine):
     """A torch engine and up to `workers` - 1 child processes that share its batches; the outputs are exactly the same.
 
-    Children are forked where possible, which takes milliseconds; otherwise they are spawned and load the runs
-    themselves. Unless `always` is set, they are started only if they pay off: if the remaining batches would take this
-    process at least twice as long as starting the children. This process decodes while the children start.
+    Children are forked where possible, otherwise spawned. Unless `always` is set, they are started only if the rest
+    would take this process at least twice as long as starting them; it decodes while they start.
     """
 
     def __init__(self, engine: TorchEngine, workers: int | None = None, always: bool = False) -> None:
@@ -296,9 +292,6 @@ def _hypothesis_from_json(data: dict[str, Any]) -> Hypothesis:
 def _tuples(value: Any) -> Any:
     """A JSON value with tuples instead of lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-# Streaming
 
 
 @dataclass(frozen=True)

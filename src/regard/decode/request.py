@@ -298,8 +298,6 @@ def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request
 Input: TypeAlias = "str | Example | Request"
 
 
-# What each engine supports
-
 EngineName = Literal["torch", "ctranslate2"]
 Show = Callable[[str], str]  # the name of an option as a user writes it: beam, or --beam on a command line
 CONSTRAINTS = ("prefix", "require", "forbid", "stop", "min_length", "max_length", "seed")  # fields of a request

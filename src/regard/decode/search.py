@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from regard.decode.alignment import Coverage
 
 
-# Selection
-
-
 def best(value_NV: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
     """The `count` highest values of each row, in order, and their indices.
 
@@ -79,9 +76,6 @@ def _spread(tokens: list[Tensor], states: States, rules: Sequence[Rule], rows_N:
     for rule in rules:
         rule.spread(rows_N)
     return [token[rows_N] for token in tokens], select(states, rows_N)
-
-
-# Beam search
 
 
 class Picked(NamedTuple):
@@ -313,8 +307,6 @@ class BeamSearch:
         return [list(outputs.values()) for outputs in results]
 
 
-# Greedy search and sampling
-
 Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, original row numbers -> tokens (N,)
 MIN_TEMPERATURE = 1e-30  # lower ones underflow to zero in single precision
 
@@ -435,9 +427,6 @@ def truncate(prob_NV: Tensor, options: Options) -> Tensor:
     if options.min_p:
         prob_NV = prob_NV.masked_fill(prob_NV < options.min_p * prob_NV[:, :1], 0.0)
     return prob_NV
-
-
-# Strategies
 
 
 @torch.inference_mode()

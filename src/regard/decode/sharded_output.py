@@ -1,9 +1,8 @@
 """Sharded output: the lines of a file are answered shard by shard, by any number of processes; a kill loses no shard.
 
-The directory `OUT.shards` holds the state: `command.json` describes the command and the offsets of the shards in the
-input, and each finished shard is a complete file. A process claims a shard with a lock, which the kernel releases when
-the process ends. Without locks, two processes may answer the same shard, with the same result. With Ray Data, actors
-read the input and write the shards themselves, so all machines need the same file system paths.
+The directory `OUT.shards` holds the command, the offsets of the shards in the input (`command.json`), and a file per
+finished shard. A process claims a shard with a lock, which the kernel releases when it ends. With Ray Data, actors read
+the input and write the shards themselves, so all machines need the same file system paths.
 """
 
 from __future__ import annotations
@@ -304,9 +303,6 @@ def _flat(tables: dict[str, Any], before: str = "") -> dict[str, Any]:
 def _shown(values: dict[str, Any], name: str) -> str:
     text = json.dumps(values[name], ensure_ascii=False) if name in values else "nothing"
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-# Ray Data
 
 
 class ShardActor:

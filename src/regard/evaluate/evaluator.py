@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
@@ -181,9 +180,6 @@ def usable(count: int, problems: Sequence[Sequence[str]], skip: Skip) -> list[in
     return [index for index in range(count) if index not in reasons]
 
 
-# Pairs
-
-
 @dataclass(frozen=True)
 class System:
     """A system to evaluate: a run, an ensemble of runs, or ready outputs."""
@@ -285,9 +281,6 @@ def _outputs(
     return Outputs(texts, data.references, log_probabilities, tokens, settings, flags)
 
 
-# Plain text
-
-
 def judge_text(run: Run, text: TokenizedText, context: int | None = None, memory: int | None = None) -> TextScores:
     """Score the tokens of a text, or the masked tokens, depending on the task."""
     if memory is not None and not run.config.has_memory:
@@ -309,8 +302,6 @@ def evaluate_text(
     check_metrics(names, run.task.evaluation)
     return make_evaluation(len(scores[0].nll), names, scores, samples)
 
-
-# Files
 
 DEFAULT_CONFUSIONS = 10
 OUTPUT_OPTIONS = (*TABLE, *MetricSettings.model_fields)  # for ready outputs without a run

@@ -13,8 +13,7 @@ from regard.decode.alignment import MAX_HEADS, NEARLY_BEST, alignment_quality, b
 from regard.decode.engine import TorchEngine
 from regard.decode.request import HeadIndex, Options, Request
 from regard.errors import UserError, plural
-from regard.inspect import heads as head_statistics
-from regard.inspect import logit_lens, page, walk
+from regard.inspect import heads as head_statistics, logit_lens, page, walk
 from regard.inspect.inputs import CLASS_TOKEN, NOTE_TEXTS, ImageInput, InspectionInput, Note, image_input, text_input
 from regard.model import Model, kind_and_layer
 from regard.nn.cache import State

@@ -1,8 +1,7 @@
 """Trainable additions to a model: LoRA adapters (Hu et al. 2022) and head gates.
 
-Head gates learn by L0 regularisation which heads are needed (hard concrete gates, Louizos et al. 2018). Each head has
-one parameter, its log-odds. In training its gate is drawn from a stretched and clipped distribution: it is often
-exactly 0 or 1 and still has a gradient. The expected share of open gates is added to the loss.
+Head gates learn by L0 regularisation which heads are needed (hard concrete gates, Louizos et al. 2018): one parameter
+per head, its log-odds, and gates that are often exactly 0 or 1 in training and still have a gradient.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The autocast of torch returns every product in bfloat16, and each sum, norm and dropout converts it back; on a CPU this
 costs more than it saves. Here only matrix products and the activations inside a feed-forward layer are in bfloat16.
 
-Drawing random numbers for every dropout takes much of the training step of a small model on a CPU; slices of a pool of
-masks cost almost nothing. The pool is a pure function of (seed, step), so a resumed run uses the same masks.
+Dropout takes slices of a pool of masks, because drawing random numbers is slow on a CPU. The pool is a pure function of
+(seed, step), so a resumed run uses the same masks.
 """
 
 from __future__ import annotations

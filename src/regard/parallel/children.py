@@ -310,9 +310,6 @@ def answer_requests(channel: Channel, answer: Callable[[Message], Message]) -> N
             channel.send(reply.header, reply.parts)
 
 
-# Templates
-
-
 class Template:
     """A process that loads what its children share, and is forked for each of them.
 
@@ -427,9 +424,6 @@ def _prepare_and_work(channel: Channel, settings: dict[str, Any]) -> None:
     """The work of a child of a template where fork is not available."""
     work, _ = resolve_name(settings["prepare"])(settings["settings"])
     work(channel, settings["child"])
-
-
-# Order
 
 
 def ordered_map(

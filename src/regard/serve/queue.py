@@ -1,9 +1,8 @@
 """The queue: selects the inputs of the next batch.
 
-Inputs of concurrent requests share a batch if they have the same run and options. The request that has been served
-least goes first, so a request of one line does not wait for a request of a thousand lines. Every few batches the oldest
-request goes first, so it cannot starve. The batch size is adapted so that a batch takes a fraction of a second. A large
-request never occupies all workers with long batches; while small requests keep coming, one worker is reserved for them.
+Concurrent requests with the same run and options share batches, which take a fraction of a second. The request served
+least goes first, so short requests do not wait for long ones; every few batches the oldest one does, so it cannot
+starve. While small requests keep coming, one worker is reserved for them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     serve run regard.serve.ray_serve:app runs=g2p=/shared/runs/g2p max_replicas=8
 
-Each replica is the service of `regard serve`, with its own queue, batches, deadlines and worker process, and has the
-same endpoints and JSON. Ray Serve listens, distributes requests, and starts and stops replicas.
+Each replica is the service of `regard serve`, with its own queue and worker process and the same endpoints and JSON.
 """
 
 from __future__ import annotations

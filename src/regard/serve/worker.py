@@ -1,8 +1,4 @@
-"""Worker processes, which hold the runs and answer batches.
-
-`prepare` runs once, in the template process: it loads the runs. Workers are forked from the template, which takes
-milliseconds and shares the memory of the weights.
-"""
+"""Worker processes, which answer batches. They are forked from the template process, which loads the runs once."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Library
+from tokenizers import Regex, Tokenizer as Library, models, normalizers, pre_tokenizers, trainers
 
 from regard.config import MAX_TOKENS, SpecialIds
 from regard.errors import UserError, plural
@@ -186,7 +185,7 @@ BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # names of si
 class Tokenizer:
     """Text <-> ids. `special` ids never occur in text; `ids` has the padding, unknown, start, end and mask tokens.
 
-    In learned vocabularies they are 0 to 3 (4 with a mask). The schemes:
+    In learned vocabularies they are 0 to 3 (4 with a mask).
 
     char    code points; exact
     nfd     code points after canonical decomposition: letters, marks and jamo separately; exact for NFC text

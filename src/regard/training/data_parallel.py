@@ -1,7 +1,7 @@
 """Data-parallel training: DDP (every process has all weights) and FSDP2 (every process has a shard of them).
 
-Both sum gradients over the processes: the loss is already divided by the tokens of all processes. Libraries for FSDP2
-and its checkpoints, which any number of processes can read, take a second to import: inside functions.
+Both sum gradients over the processes: the loss is already divided by the tokens of all processes. The libraries for
+FSDP2 and its checkpoints take a second to import, so they are imported inside functions.
 """
 
 from __future__ import annotations

@@ -64,9 +64,8 @@ def run_on_ray(
 ) -> Sweep:
     """Train the points as trials of Ray Tune. Failures are written to the table and do not stop the sweep.
 
-    The data and the directory of the sweep must have the same paths on all machines of the cluster. `log` names the
-    sinks of the events of a run. A signal kills the runs, which can be resumed from their last checkpoints, and raises
-    Stopped. Without a cluster NoCluster is raised before anything has begun.
+    Data and directory must have the same paths on all machines of the cluster. `log` names the sinks of the events. A
+    signal kills the runs, which can be resumed from their last checkpoints, and raises Stopped.
     """
     check_sweep(out, resume)  # before a cluster is started
     cpus, gpus = _resources([point.recipe for point in points])
