@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
+
+import torch
 
 from regard.parallel import children
 from regard.parallel.children import Child, Template
+from regard.parallel.messages import Channel
 
 MODULES = ["torch._dynamo", "torch.distributed.fsdp", "regard.training.fit", "regard.serve.worker"]
 new_interpreter = children.spawn
 start_child = Template.start  # tests may count later calls
+
+
+def work_like_new(channel: Channel, settings: dict[str, Any]) -> None:
+    """Do the work of a new interpreter, in which torch would read its number of threads from the environment."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    resolve_name(settings["work"])(channel, settings["settings"])
 
 
 @contextmanager
@@ -31,7 +43,8 @@ def forked_children() -> Iterator[None]:
             children.spawn = new_interpreter
             template = Template(settings={"modules": MODULES})
             children.spawn = spawn
-        return start_child(template, {"work": work, "settings": settings}, name, capture, environment)
+        request = {"work": f"{__name__}:work_like_new", "settings": {"work": work, "settings": settings}}
+        return start_child(template, request, name, capture, {**os.environ, **(environment or {})})
 
     children.spawn = spawn
     try:
