@@ -55,6 +55,7 @@ def test_one_line_is_answered_beside_a_thousand(bench):
     assert len(found["rounds"]) == 1 and found["p99_ratio"]["median"] > 0
 
 
+@pytest.mark.slow  # ten seconds; the other load tests exercise the same server
 def test_a_soak_has_no_error(bench):
     pytest.importorskip("ctranslate2")
     assert bench("soak", "--requests", 1000)["statuses"] == {"200": 1000}
