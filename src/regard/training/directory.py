@@ -58,7 +58,7 @@ class New(_Setup):
 
 @dataclass(frozen=True)
 class Resumed(_Setup):
-    """A run that goes on from its last checkpoint."""
+    """A run that continues from its last checkpoint."""
 
     progress: Progress
 

@@ -31,7 +31,7 @@ SINK_VARIABLES = ("MLFLOW_", "WANDB_")  # prefixes of environment variables that
 
 
 def choose_cluster(points: Sequence[Point], requested: str | None, out: str | Path) -> str | None:
-    """The address of the cluster, or None to train here; by default a sweep goes on as it began."""
+    """The address of the cluster, or None to train here; by default a sweep continues where it began."""
     if requested is not None:
         return None if requested == OFF else requested
     began_on_ray = was_on_ray(out)

@@ -175,7 +175,7 @@ class Trainer:
             progress.epoch += 1
             progress.batch = 0
         nll, smoothed, *_ = map(sum, zip(*ranks, strict=True))
-        failures = self.stepper.memory_failures  # only a single process goes on after one
+        failures = self.stepper.memory_failures  # only a single process continues after one
         tokens = max(0, batches.tokens - failures.tokens)
         if failures.count:
             self._report_memory(batches.locate, tokens)
