@@ -45,9 +45,9 @@ def test_drawing_is_up_to_date(drawing):
 def test_drawing_shows_every_package_and_import(drawing):
     tree = ElementTree.fromstring(drawing.draw())
     titles = [title.text or "" for title in tree.iter("{http://www.w3.org/2000/svg}title")]
-    shown = {title.split()[0] for title in titles}
-    present = {file.stem if file.is_file() else file.name for file in SOURCE.iterdir() if holds_code(file)}
-    assert shown == present
+    names_in_drawing = {title.split()[0] for title in titles}
+    names_in_source = {file.stem if file.is_file() else file.name for file in SOURCE.iterdir() if holds_code(file)}
+    assert names_in_drawing == names_in_source
     assert "decode imports" in " ".join(titles) and "model" in next(t for t in titles if t.startswith("decode "))
 
 
@@ -57,24 +57,24 @@ def holds_code(file: Path) -> bool:
     return file.suffix == ".py" and not file.stem.startswith("_")
 
 
-def test_arrows_that_follow_from_others_are_left_out(drawing):
+def test_transitive_imports_have_no_arrow(drawing):
     assert drawing.direct({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": {"b"}, "b": {"c"}, "c": set()}
     with pytest.raises(ValueError, match="cycle"):
         drawing.direct({"a": {"b"}, "b": {"c"}, "c": {"a"}})
 
 
-def test_packages_that_import_each_other_are_joined(drawing):
+def test_mutual_imports_share_one_arrow(drawing):
     assert drawing.mutual({"a": {"b", "c"}, "b": {"a"}, "c": set()}) == [("a", "b")]
     pairs = drawing.mutual(drawing.imports(drawing.layers()))
     assert drawing.draw().count("marker-start") == len(pairs)
 
 
-def test_table_of_layers_is_that_of_the_policy():
+def test_layer_table_matches_the_policy():
     table = {}
     for layer, names in re.findall(r"^\| (\d) \| ([^|]+) \|", PAGE, re.MULTILINE):
         table |= {name: int(layer) for name in re.findall(r"`(\w+)/?`", names)}
-    present = (name for name in LAYERS if not name.startswith("_") and (exists(name) or exists(f"{name}.py")))
-    assert table == {name: LAYERS[name] for name in present}
+    existing = (name for name in LAYERS if not name.startswith("_") and (exists(name) or exists(f"{name}.py")))
+    assert table == {name: LAYERS[name] for name in existing}
 
 
 def test_every_module_is_named_in_a_table():
@@ -89,6 +89,6 @@ def test_path_exists(path):
 
 
 @pytest.mark.parametrize(("name", "file"), DEFINITIONS)
-def test_name_is_defined_there(name, file):
+def test_definition_is_in_its_file(name, file):
     text = (SOURCE / file).read_text(encoding="utf-8")
     assert re.search(rf"^\s*(?:class|def) {name}\b|^{name}\b.*=", text, re.MULTILINE)

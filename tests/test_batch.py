@@ -1,4 +1,4 @@
-"""Batches contain every id at its position, and nothing else."""
+"""Batches contain every id at its position and padding everywhere else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_collate(rows: list[tuple[list[int], list[int]]], start: str, arrays: bo
 
 
 @given(pairs, st.data())
-def test_some_rows_are_the_batch_of_those_examples(
+def test_rows_of_a_batch_equal_a_batch_of_these_examples(
     rows: list[tuple[list[int], list[int]]], data: st.DataObject
 ) -> None:
     start = data.draw(st.integers(0, len(rows) - 1))
@@ -50,8 +50,8 @@ def test_some_rows_are_the_batch_of_those_examples(
 
 def test_masked_labels_are_not_padding() -> None:
     label = torch.arange(8).view(2, 4)
-    chosen = torch.tensor([[True, False, False, True], [False, True, False, False]])
-    batch = Batch(label, None, label[:, :0], label, chosen, 3, 3)
+    is_masked = torch.tensor([[True, False, False, True], [False, True, False, False]])
+    batch = Batch(label, None, label[:, :0], label, is_masked, 3, 3)
     row = batch.rows(slice(1, 2))
     assert (
         row.label_BT.tolist() == [[4, 5, 6, 7]] and row.keep_BT is not None and row.keep_BT.tolist() == [[0, 1, 0, 0]]
@@ -69,11 +69,11 @@ def test_parts_are_halved_until_they_fit(rows: int, room: int, unfit: set[int]) 
             raise MemoryError
         return numbers
 
-    covered = []
+    results = []
     for part, numbers in in_parts(work, rows):
         assert (numbers is None) == (part.stop - part.start == 1 and part.start in unfit)
-        covered += [part.start] if numbers is None else numbers
-    assert covered == list(range(rows))
+        results += [part.start] if numbers is None else numbers
+    assert results == list(range(rows))
 
 
 def test_other_errors_are_raised() -> None:
@@ -84,7 +84,7 @@ def test_other_errors_are_raised() -> None:
         list(in_parts(work, 4))
 
 
-def test_the_whole_step_may_be_larger_than_the_batch() -> None:
+def test_total_of_a_step_may_exceed_the_tokens_of_a_batch() -> None:
     batch = collate([[5, 3]], [[6, 7, 3]], CONFIG, total=40)
     assert (batch.tokens, batch.total) == (3, 40)
 
@@ -105,7 +105,7 @@ def test_padding_of_no_rows() -> None:
     assert keep.tolist() == [[False], [True]]
 
 
-def test_sources_may_be_empty_where_there_is_no_encoder() -> None:
+def test_sources_may_be_empty_without_an_encoder() -> None:
     batch = collate([[], []], [[5, 3], [6, 3]], CONFIG)
     assert batch.source_BS.shape == (2, 0)
     assert batch.source_keep_BS is None

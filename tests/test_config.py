@@ -1,4 +1,4 @@
-"""Configs: values that refuse mistakes with messages that name the key."""
+"""Configs: frozen values, checked with messages that name the key."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from regard.presets import PRESETS, preset
 from regard.suggest import closest, one_of
 
 BOTH: dict[str, Any] = {"source_vocab": 10, "target_vocab": 10, "encoder": {}, "decoder": {}}
-ALONE: dict[str, Any] = {"decoder": None}
+NO_DECODER: dict[str, Any] = {"decoder": None}
 PATCHES = {"height": 8, "width": 8, "size": 4}
 REVERSIBLE = {"residual": "reversible", "norm_at": "pre"}
 
 
 def message(kind: type, data: dict[str, Any]) -> str:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         parse(kind, data, "here.json")
-    assert caught.value.__cause__ is None
-    return str(caught.value)
+    assert error.value.__cause__ is None
+    return str(error.value)
 
 
 def test_unknown_keys_are_refused_with_a_suggestion_and_a_list() -> None:
@@ -119,14 +119,14 @@ def test_inconsistent_stacks(stack: dict[str, Any], expected: str) -> None:
         ({"ids": {"eos": 10}}, "ids must lie below both vocabularies"),
         ({"ids": {"pad": -1}}, "pad"),
         ({"output": "classes"}, "output classes and the number of classes belong together"),
-        (ALONE | {"classes": 3}, "output classes and the number of classes belong together"),
+        (NO_DECODER | {"classes": 3}, "output classes and the number of classes belong together"),
         ({"patches": PATCHES}, "patches needs a Transformer encoder without a decoder"),
         ({"token_types": 2}, "token_types needs a Transformer encoder without a decoder"),
         ({"pooler": True, "encoder": None}, "pooler needs a Transformer encoder without a decoder"),
-        (ALONE | {"encoder": {"mixer": "gru"}, "pooler": True}, "pooler needs a Transformer encoder"),
+        (NO_DECODER | {"encoder": {"mixer": "gru"}, "pooler": True}, "pooler needs a Transformer encoder"),
         ({"output": "none"}, "output none needs a Transformer encoder without a decoder"),
-        (ALONE | {"patches": PATCHES}, "reads images needs output=classes or output=none"),
-        (ALONE | {"patches": PATCHES | {"width": 9}}, "8 x 9 cannot be cut evenly into patches of 4"),
+        (NO_DECODER | {"patches": PATCHES}, "reads images needs output=classes or output=none"),
+        (NO_DECODER | {"patches": PATCHES | {"width": 9}}, "8 x 9 cannot be cut evenly into patches of 4"),
         ({"encoder": {"position": "relative"}}, "relative covers only earlier tokens"),
         (
             {"decoder": {"position": "rotary", "memory": 3}},
@@ -146,7 +146,7 @@ def test_inconsistent_configs(changes: dict[str, Any], expected: str) -> None:
 
 @settings(deadline=None)  # the first unknown key loads the synonyms
 @given(st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=5) | st.lists(st.integers())))
-def test_any_table_is_a_config_or_a_user_error(table: dict[str, Any]) -> None:
+def test_any_table_gives_a_config_or_a_user_error(table: dict[str, Any]) -> None:
     for data in (table, BOTH | table, BOTH | {"encoder": table}, BOTH | {"ids": table}):
         try:
             parse(Config, data, "here")
@@ -173,7 +173,7 @@ def test_values_are_frozen_and_equal_by_value() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_json_and_back(name: str) -> None:
+def test_json_round_trip(name: str) -> None:
     config = preset(name)
     assert parse(Config, config.model_dump(mode="json"), "here") == config
     assert Config.model_validate_json(config.model_dump_json()) == config
@@ -203,7 +203,7 @@ def test_ids_of_other_vocabularies_may_coincide() -> None:
     assert config.start_id == 9
 
 
-def test_the_word_none_is_read_as_none_in_optional_fields() -> None:
+def test_the_string_none_is_null_in_optional_fields() -> None:
     """TOML has no null."""
     config = parse(Config, BOTH | {"encoder": "none", "classes": "none", "decoder": {"window": "none"}}, "here")
     assert config.encoder is None and config.classes is None

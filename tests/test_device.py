@@ -12,7 +12,7 @@ from regard.errors import UserError
 CPU = torch.device("cpu")
 
 
-def test_the_allocator_is_tuned_or_left_alone() -> None:
+def test_allocator_is_tuned_only_with_glibc() -> None:
     glibc = sys.platform.startswith("linux") and "glibc" in os.confstr("CS_GNU_LIBC_VERSION")  # type: ignore[operator]
     assert tune_allocator() == glibc
 

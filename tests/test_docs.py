@@ -55,7 +55,7 @@ def fill_directory(toy: Path, path: Path) -> None:
     (path / "forms.tsv").write_text(
         "".join(f"{s}\tN;{n}\t{s}{n.lower()}\n" for s, _ in rows[:40] for n in ("SG", "PL"))
     )
-    # Some blocks make files that later blocks use. They are here too, because blocks run in any order.
+    # Some blocks write files that later blocks use. Write them here too, because blocks run in any order.
     (path / "corpus").mkdir()
     (path / "corpus" / "a.tsv").write_text(pairs)
     (path / "corpus" / "b.tsv").write_text((toy / "test.tsv").read_text())
@@ -81,8 +81,8 @@ def test_block(kind, text, printed, directory, monkeypatch):
     run_block(kind, text, printed)
 
 
-def test_the_tour_needs_nothing_but_the_demo(tmp_path, monkeypatch):
-    """The README from its first command to its last, in an empty directory."""
+def test_readme_tour_runs_after_the_demo(tmp_path, monkeypatch):
+    """Run all commands of the README in an empty directory."""
     entries = sorted(demo.dictionary().items())[::400]
     monkeypatch.setattr(demo, "dictionary", lambda: dict(entries))
     monkeypatch.chdir(tmp_path)
@@ -118,7 +118,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 def shell(line: str) -> CliResult:
     """Run a pipeline: regard in this process, other commands in a shell."""
-    line, _, rescue = line.partition(" || ")
+    line, _, fallback = line.partition(" || ")
     data = b""
     err = ""
     code = 0
@@ -135,12 +135,12 @@ def shell(line: str) -> CliResult:
                 Path(file).write_bytes(data)
                 data = b""
         else:
-            done = subprocess.run(["bash", "-c", stage], input=data, capture_output=True, check=False)
-            data = done.stdout
-            err += done.stderr.decode()
-            code = code or done.returncode
-    if rescue and code:
-        return CliResult(0, data.decode() + err + rescue.removeprefix("echo ").replace("$?", str(code)), "")
+            process = subprocess.run(["bash", "-c", stage], input=data, capture_output=True, check=False)
+            data = process.stdout
+            err += process.stderr.decode()
+            code = code or process.returncode
+    if fallback and code:
+        return CliResult(0, data.decode() + err + fallback.removeprefix("echo ").replace("$?", str(code)), "")
     return CliResult(code, data.decode(), err)
 
 
@@ -150,8 +150,8 @@ def short_training(words: list[str]) -> list[str]:
         return ["--steps", "3"]
     shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
     no_cluster = ["--ray", "off"] if "--sweep" in words and "--ray" not in words else []
-    refused = ("heads=2", "ff=64") if "rnn-luong" in words else ()  # by recurrent stacks
-    settings = [f"--set={setting}" for setting in SMALL if setting not in refused]
+    unsupported = ("heads=2", "ff=64") if "rnn-luong" in words else ()  # by recurrent stacks
+    settings = [f"--set={setting}" for setting in SMALL if setting not in unsupported]
     return ["--steps", "2", "--workers", "1", *no_cluster, *settings]
 
 
@@ -181,7 +181,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_changes_of_a_version_are_at_most_seven():
+def test_changelog_has_at_most_seven_bullets_per_version():
     versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     assert {text.split()[0]: text.count("\n- ") for text in versions if text.count("\n- ") > 7} == {}
     assert len(versions) > 15
@@ -201,8 +201,8 @@ def test_pre_commit_runs_the_checks_of_ci():
         r"^\.venv/bin/(?:ruff|mypy).*$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert len(checks) == 3 and set(checks) < set(hooks)
-    shown = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert all(check in shown for check in checks)
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert all(check in contributing for check in checks)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_pre_commit_runs_the_checks_of_ci():
         (["position=learned"], 64.1),
     ],
 )
-def test_the_table_of_variations(settings, millions):
+def test_sizes_in_the_table_of_variations(settings, millions):
     from regard.cost.describe import count_parameters
     from regard.model import on_meta
     from regard.presets import changed_recipe, model_without_data

@@ -80,7 +80,7 @@ def test_settings_are_not_synonyms_of_other_settings():
         ("encoder_attention_heads", "encoder.heads"),
     ],
 )
-def test_settings_by_names_from_other_toolkits(word, key):
+def test_names_from_other_toolkits_suggest_settings(word, key):
     with pytest.raises(UserError, match=f"did you mean '{key}'"):
         assign({}, f"{word}=1")
 
@@ -95,13 +95,13 @@ def test_settings_by_names_from_other_toolkits(word, key):
         ("batch_tokens = 8", "batch_tokens: no such key; did you mean 'train.batch_tokens'?"),
     ],
 )
-def test_keys_of_a_recipe(text, hint, tmp_path):
+def test_unknown_recipe_keys_have_suggestions(text, hint, tmp_path):
     (tmp_path / "my.toml").write_text(text)
     with pytest.raises(UserError, match=re.escape(hint)):
         load_recipe(read_recipe(tmp_path / "my.toml"))
 
 
-def test_keys_of_a_model_are_looked_up_in_its_stacks():
+def test_unknown_model_keys_suggest_keys_of_the_stacks():
     from regard.presets import preset
 
     with pytest.raises(UserError, match=r"did you mean 'encoder\.width' and 'decoder\.width'"):
@@ -112,7 +112,7 @@ def test_keys_of_a_model_are_looked_up_in_its_stacks():
 
 @pytest.mark.parametrize("stack", BOTH)
 @pytest.mark.parametrize("key", Stack.model_fields)
-def test_a_key_with_the_name_of_a_stack_is_looked_up_in_that_stack(stack, key):
+def test_keys_with_a_stack_prefix_suggest_the_key_of_that_stack(stack, key):
     from regard.presets import preset
 
     for word in (f"{stack}_{key}", f"{stack[:3]}_{key}"):
@@ -131,7 +131,7 @@ def test_a_key_with_the_name_of_a_stack_is_looked_up_in_that_stack(stack, key):
         ("bpc", [None, "bits_per_char", None, None]),
     ],
 )
-def test_metrics_are_suggested_where_they_exist(word, meanings):
+def test_only_available_metrics_are_suggested(word, meanings):
     places = [METRICS, TASKS["lm"].evaluation, TASKS["masked"].evaluation, get_args(Metric)]
     assert [nearest(word, place) for place in places] == meanings
 
@@ -139,12 +139,12 @@ def test_metrics_are_suggested_where_they_exist(word, meanings):
 @pytest.mark.parametrize(
     ("word", "kind"), [("sentencepiece:8000", "unigram"), ("wordpiece:8000", "bpe"), ("whitespace", "space")]
 )
-def test_schemes_by_names_from_other_toolkits(word, kind):
+def test_names_from_other_toolkits_suggest_tokenization_schemes(word, kind):
     with pytest.raises(UserError, match=f"{word}' is not a tokenization scheme; did you mean '{kind}'"):
         parse_scheme(word)
 
 
-def test_a_gpu_is_called_cuda():
+def test_gpu_suggests_cuda():
     for word in ("gpu", "gpu:0", "GPU"):
         with pytest.raises(UserError, match="did you mean 'cuda'"):
             choose_device(word)
@@ -169,7 +169,7 @@ def test_a_gpu_is_called_cuda():
         ("length_normalization", "length_penalty"),
     ],
 )
-def test_keywords_and_options_of_decoding(word, key):
+def test_names_from_other_toolkits_suggest_decoding_options(word, key):
     with pytest.raises(UserError, match=f"{word}: no such key; did you mean '{key}'"):
         Options.of(**{word: 1})
     option, right = (f"--{name.replace('_', '-')}" for name in (word, key))
@@ -196,12 +196,12 @@ def test_keywords_and_options_of_decoding(word, key):
         ((".",), "no verb '.'; a verb comes first"),
     ],
 )
-def test_verbs_and_options(words, hint):
+def test_unknown_verbs_and_options_have_suggestions(words, hint):
     result = call(*words)
     assert result.code == 2 and hint in result.err, result.err
 
 
-def test_a_synonym_precedes_a_similar_name():
+def test_synonyms_are_preferred_to_similar_names():
     assert closest("max_len", ["max_length", "max_lens"]) == "; did you mean 'max_length'?"
     assert closest("nothing_like_it", ["lr"]) == ""
 
@@ -214,7 +214,7 @@ def test_plural():
     assert [plural(n, "minute", "g") for n in (0.5, 1.0, 2.0)] == ["0.5 minutes", "1 minute", "2 minutes"]
 
 
-def test_extras_are_installed_by_a_command_that_works_in_a_clone():
+def test_commands_that_install_extras_work_in_a_clone():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")]
     assert not [file for file in (*files, *ROOT.glob("src/**/*.py")) if "regard[" in file.read_text(encoding="utf-8")]
@@ -230,9 +230,9 @@ def test_extras_are_installed_by_a_command_that_works_in_a_clone():
     "allocate", [lambda: torch.empty(1 << 60), lambda: np.empty(1 << 55), lambda: bytearray(1 << 62)]
 )
 def test_running_out_of_memory_is_recognised(allocate):
-    with pytest.raises((RuntimeError, MemoryError)) as caught:
+    with pytest.raises((RuntimeError, MemoryError)) as error:
         allocate()
-    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(error.value)
 
 
 def test_running_out_of_memory_on_an_accelerator_is_recognised():

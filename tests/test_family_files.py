@@ -27,7 +27,7 @@ KEEP = torch.arange(5) < torch.tensor([[5], [3], [1]])
 TEXT = torch.tensor([[2, 4, 5, 6, 7, 8], [2, 9, 9, 4, 10, 1], [2, 7, 3, 3, 5, 4]])
 
 
-def read(name: str) -> ModuleType:
+def import_file(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"family_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,8 +35,8 @@ def read(name: str) -> ModuleType:
     return module
 
 
-def filled(file: ModuleType, kind: str, model: Model, **sizes: Any) -> nn.Module:
-    """The model of the file with the weights of the preset; no weight may be missing or unused."""
+def load_weights(file: ModuleType, kind: str, model: Model, **sizes: Any) -> nn.Module:
+    """Build the model of the file with the weights of the preset; missing and unused weights are errors."""
     theirs: nn.Module = getattr(file, kind)(**sizes).eval().requires_grad_(False)
     weights = model.state_dict()
     for wrong in (weights | {"another.weight": torch.zeros(1)}, dict(list(weights.items())[1:])):
@@ -49,7 +49,7 @@ def filled(file: ModuleType, kind: str, model: Model, **sizes: Any) -> nn.Module
 def pair(name: str, kind: str, preset_name: str, **sizes: Any) -> tuple[nn.Module, Model]:
     changes = sizes.pop("changes", None)
     model = build(shrunk(preset_name, changes=changes))
-    return filled(read(name), kind, model, **sizes), model
+    return load_weights(import_file(name), kind, model, **sizes), model
 
 
 def test_transformer() -> None:
@@ -82,12 +82,12 @@ def test_gpt2() -> None:
     close(theirs(TEXT), model(TEXT, None))
     x, state = model.read(TEXT, State(()))
     tokens = model.predict(x[:, -1]).argmax(-1)
-    written = TEXT
+    output = TEXT
     for _ in range(5):
-        written = torch.cat((written, tokens[:, None]), 1)
+        output = torch.cat((output, tokens[:, None]), 1)
         scores, state = model.step(tokens, state)
         tokens = scores.argmax(-1)
-    assert torch.equal(theirs.generate(TEXT, 5), written)
+    assert torch.equal(theirs.generate(TEXT, 5), output)
 
 
 def test_t5() -> None:
@@ -111,12 +111,12 @@ def test_transformer_xl() -> None:
     sizes = SIZES | {"vocab": VOCAB, "memory": 7}
     short = {"decoder": {"memory": 7}}
     theirs, model = pair("transformer_xl", "TransformerXL", "transformer-xl", **sizes, changes=short)
-    carried = memories = None
+    memory = memories = None
     for piece in torch.cat((TEXT, TEXT.flip(1)), 1).split((5, 4, 3), 1):
-        x, carried = model.read_segment(piece, carried)
+        x, memory = model.read_segment(piece, memory)
         scores, memories = theirs(piece, memories)
         close(scores, model.predict(x))
-        for a, b in zip(memories, carried, strict=True):
+        for a, b in zip(memories, memory, strict=True):
             close(a, b)
 
 
@@ -135,7 +135,7 @@ def test_reformer(length: int) -> None:
     close(theirs(text), model(text, None))
 
 
-def test_reformer_runs_backwards() -> None:
+def test_reformer_layer_is_invertible() -> None:
     theirs, _ = reformer()
     one, two = torch.randn(2, 1, 24, 12)
     for a, b in zip(theirs.layers[0].backwards(*theirs.layers[0](one, two)), (one, two), strict=True):
@@ -149,20 +149,20 @@ def test_vit() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
-def test_files_need_only_torch(path: Path) -> None:
+def test_files_are_short_and_import_only_torch(path: Path) -> None:
     """Files import only torch and the standard library, are short, and name an existing preset."""
     text = path.read_text()
-    found = {
+    modules = {
         alias.name if isinstance(node, ast.Import) else str(node.module)
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    assert {name.partition(".")[0] for name in found} <= {"__future__", "math", "torch"}
+    assert {name.partition(".")[0] for name in modules} <= {"__future__", "math", "torch"}
     assert len(text.splitlines()) < 180
-    named = re.search(r"regard's presets?: (.+)", text)
-    assert named is not None
-    assert {name.split()[0] for name in named[1].split(", ")} <= PRESETS.keys()
+    preset_line = re.search(r"regard's presets?: (.+)", text)
+    assert preset_line is not None
+    assert {name.split()[0] for name in preset_line[1].split(", ")} <= PRESETS.keys()
 
 
 def table() -> list[dict[str, str]]:
@@ -184,21 +184,21 @@ def values(config: Config) -> dict[str, str]:
     return columns | {"gated": "yes" if stack.gated else "", "bias": stack.bias}
 
 
-def test_the_table_of_families_has_the_values_of_the_presets() -> None:
+def test_family_table_has_the_values_of_the_presets() -> None:
     rows = table()
-    seen = set()
-    linked = {name for row in rows for name in re.findall(r"\((\w+\.py)\)", row["family"])}
-    assert linked == {path.name for path in FILES}
+    names = set()
+    links = {name for row in rows for name in re.findall(r"\((\w+\.py)\)", row["family"])}
+    assert links == {path.name for path in FILES}
     for row in rows:
         for name in re.findall(r"`([^`]+)`", row["presets"]):
             expected = values(preset(name))
             assert {key: row[key] for key in expected} == expected, name
-            seen.add(name)
-    assert seen == PRESETS.keys()
+            names.add(name)
+    assert names == PRESETS.keys()
 
 
 def test_the_example_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the directory of the files, like a reader."""
+    """Run it in the directory of the files, as a reader would."""
     text = (FOLDER / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert code is not None

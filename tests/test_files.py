@@ -22,7 +22,7 @@ from regard.errors import UserError
 from regard.files import hold_lock, read_json, replace_directory, replace_file, write_json
 
 
-def full(*_: object, **__: object) -> None:
+def raise_disk_full(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -30,42 +30,42 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def half(path: Path) -> None:
+def write_half(path: Path) -> None:
     path.write_text("half")
-    full()
+    raise_disk_full()
 
 
-def whole(path: Path) -> None:
+def write_all(path: Path) -> None:
     path.write_text("new")
 
 
 @contextmanager
-def broken(function: str) -> Iterator[None]:
+def failing(function: str) -> Iterator[None]:
     """Make every call of one function of the operating system fail."""
     module = shutil if function == "rmtree" else os
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, function, full)
+        patch.setattr(module, function, raise_disk_full)
         yield
 
 
 @pytest.mark.parametrize("old", [None, "old"])
 @pytest.mark.parametrize("where", ["write", "fsync", "replace"])
-def test_a_failed_file_leaves_the_old_one_and_nothing_else(tmp_path: Path, where: str, old: str | None) -> None:
+def test_failed_write_leaves_only_the_old_file(tmp_path: Path, where: str, old: str | None) -> None:
     path = tmp_path / "x.json"
     if old is not None:
         path.write_text(old)
     with pytest.raises(UserError, match=r"x\.json: cannot write: No space left on device"):
         if where == "write":
-            replace_file(path, half)
+            replace_file(path, write_half)
         else:
-            with broken(where):
-                replace_file(path, whole)
+            with failing(where):
+                replace_file(path, write_all)
     assert names(tmp_path) == ([] if old is None else ["x.json"])
     assert old is None or path.read_text() == old
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, UserError])
-def test_any_failure_cleans_up(tmp_path: Path, error: type[BaseException]) -> None:
+def test_errors_of_the_writer_leave_no_partial_file(tmp_path: Path, error: type[BaseException]) -> None:
     """Errors of the writer are raised unchanged and leave no partial file."""
 
     def stop(path: Path) -> None:
@@ -82,7 +82,7 @@ def test_any_failure_cleans_up(tmp_path: Path, error: type[BaseException]) -> No
 
 @pytest.mark.parametrize("where", ["write", "fsync", "rename", "mkdir"])
 @pytest.mark.parametrize("old", [None, "old"])
-def test_a_failed_directory_leaves_the_old_one_and_nothing_else(tmp_path: Path, where: str, old: str | None) -> None:
+def test_failed_write_leaves_only_the_old_directory(tmp_path: Path, where: str, old: str | None) -> None:
     path = tmp_path / "d"
     if old is not None:
         path.mkdir()
@@ -92,13 +92,13 @@ def test_a_failed_directory_leaves_the_old_one_and_nothing_else(tmp_path: Path, 
         (directory / "a").write_text("new")
         (directory / "b").write_text("new")
         if where == "write":
-            full()
+            raise_disk_full()
 
     with pytest.raises(UserError, match=r"d: cannot write: No space left on device"):
         if where == "write":
             replace_directory(path, write)
         else:
-            with broken(where):
+            with failing(where):
                 replace_directory(path, write)
     assert names(tmp_path) == ([] if old is None else ["d"])
     assert old is None or (names(path) == ["a"] and (path / "a").read_text() == old)
@@ -109,9 +109,9 @@ def test_an_error_after_the_rename_is_ignored(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "x"
     path.write_text("old")
     sync = files.sync
-    monkeypatch.setattr(files, "sync", lambda p: full() if p.is_dir() else sync(p))
+    monkeypatch.setattr(files, "sync", lambda p: raise_disk_full() if p.is_dir() else sync(p))
     try:
-        replace_file(path, whole)
+        replace_file(path, write_all)
     except UserError as error:
         assert "untouched" not in str(error)
     assert path.read_text() == "new"
@@ -131,24 +131,24 @@ def test_new_files_and_directories_replace_old_ones(tmp_path: Path) -> None:
 
 
 def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
+    calls: list[str] = []
     fsync = os.fsync
     replace = os.replace
 
-    def note(what: str, function: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: (done.append(what), function(*args))[1]
+    def logged(what: str, function: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: (calls.append(what), function(*args))[1]
 
-    monkeypatch.setattr(os, "fsync", note("sync", fsync))
-    monkeypatch.setattr(os, "replace", note("replace", replace))
-    replace_file(tmp_path / "x", whole)
-    assert done == ["sync", "replace", "sync"]
+    monkeypatch.setattr(os, "fsync", logged("sync", fsync))
+    monkeypatch.setattr(os, "replace", logged("replace", replace))
+    replace_file(tmp_path / "x", write_all)
+    assert calls == ["sync", "replace", "sync"]
 
 
 def test_all_files_of_a_directory_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Including files in subdirectories."""
-    synced: list[str] = []
+    synced_names: list[str] = []
     sync = files.sync
-    monkeypatch.setattr(files, "sync", lambda p: (synced.append(p.name), sync(p))[1])
+    monkeypatch.setattr(files, "sync", lambda p: (synced_names.append(p.name), sync(p))[1])
 
     def write(directory: Path) -> None:
         (directory / "deep").mkdir()
@@ -156,7 +156,7 @@ def test_all_files_of_a_directory_are_synced(tmp_path: Path, monkeypatch: pytest
         (directory / "deep" / "b").write_text("b")
 
     replace_directory(tmp_path / "d", write)
-    assert {"a", "b", "deep"} <= set(synced)
+    assert {"a", "b", "deep"} <= set(synced_names)
 
 
 def test_concurrent_writers_use_different_temporary_files(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_concurrent_writers_use_different_temporary_files(tmp_path: Path) -> Non
 
 
 @contextmanager
-def disk_of(size: int) -> Iterator[None]:
+def limited_file_size(size: int) -> Iterator[None]:
     """Limit files to `size` bytes, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -197,16 +197,16 @@ def disk_of(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     write_json(path, {"a": 1})
-    with disk_of(100), pytest.raises(UserError, match=r"x\.json: cannot write"):
+    with limited_file_size(100), pytest.raises(UserError, match=r"x\.json: cannot write"):
         write_json(path, {"a": "b" * 10_000})
     assert read_json(path) == {"a": 1}
     assert names(tmp_path) == ["x.json"]
 
 
-def test_json_in_any_alphabet(tmp_path: Path) -> None:
+def test_json_round_trip_in_any_alphabet(tmp_path: Path) -> None:
     value = {"ключ": ["ö", "\u2028", "\x00", 1.5, None, True]}
     write_json(tmp_path / "x.json", value)
     assert read_json(tmp_path / "x.json") == value
@@ -251,11 +251,11 @@ def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_lock_has_one_holder_and_ends_with_it(tmp_path: Path, killed: bool) -> None:
+def test_lock_has_one_holder_and_ends_with_its_process(tmp_path: Path, killed: bool) -> None:
     path = tmp_path / "lock"
     with holder(path) as process:
-        named = rf"run: process {process.pid} on {re.escape(socket.gethostname())} \(since .*\) is writing here"
-        with pytest.raises(UserError, match=named), hold_lock(path, "run"):
+        message = rf"run: process {process.pid} on {re.escape(socket.gethostname())} \(since .*\) is writing here"
+        with pytest.raises(UserError, match=message), hold_lock(path, "run"):
             raise AssertionError
         if killed:
             process.kill()
@@ -271,18 +271,18 @@ def test_a_lock_is_retried_if_its_holder_removes_the_file(tmp_path: Path, monkey
     """The holder may remove the file between open and lock; a lock on the removed file would exclude no one."""
     path = tmp_path / "lock"
     try_lock = files._try_lock
-    tried = []
+    attempts = []
 
     def late(handle: int) -> bool | None:
-        if not tried:
+        if not attempts:
             path.unlink()
-        tried.append(handle)
+        attempts.append(handle)
         return try_lock(handle)
 
     monkeypatch.setattr(files, "_try_lock", late)
-    with hold_lock(path, "run") as held, pytest.raises(UserError, match="is writing here"), hold_lock(path, "run"):
+    with hold_lock(path, "run") as is_locked, pytest.raises(UserError, match="is writing here"), hold_lock(path, "run"):
         raise AssertionError
-    assert held and len(tried) == 3
+    assert is_locked and len(attempts) == 3
 
 
 def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch) -> None:
@@ -290,7 +290,7 @@ def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch) ->
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(files.fcntl, "flock", unsupported)
-    with hold_lock(tmp_path / "lock", "run") as held:
-        assert not held
+    with hold_lock(tmp_path / "lock", "run") as is_locked:
+        assert not is_locked
     with pytest.raises(UserError, match=r"none/lock: cannot lock: No such file"), hold_lock(tmp_path / "none/lock", ""):
         raise AssertionError

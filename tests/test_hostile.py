@@ -48,18 +48,18 @@ def codec_of(name: str, number: int) -> Codec:
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A small run of every family, one with features and two tokenizers, and a trained one."""
-    place = tmp_path_factory.mktemp("bases")
+    directory = tmp_path_factory.mktemp("bases")
     for number, name in enumerate([*BOTH, *DECODERS, *ENCODERS]):
         codec = codec_of(name, number)
         config = shrunk(name, codec.source_vocab)
         labels = tuple(f"label {n}" for n in range(config.classes or 0))
-        Run(config, codec, build(config), Path(name), labels).save(place / name)
+        Run(config, codec, build(config), Path(name), labels).save(directory / name)
     sides = Codec(Tokenizer.train("char", LETTERS), Tokenizer.train("space", ["A B"]), ("N", "PL"))
     config = shrunk(BOTH[-1], 9, {"source_vocab": sides.source_vocab, "target_vocab": sides.target_vocab})
-    Run(config, sides, build(config), Path("two")).save(place / "two")
-    for base in place.iterdir():
+    Run(config, sides, build(config), Path("two")).save(directory / "two")
+    for base in directory.iterdir():
         use(base)  # first use in the parent, so that children do not repeat the set-up
-    return sorted(place.iterdir())
+    return sorted(directory.iterdir())
 
 
 def use(path: Path, draw: Random | None = None) -> None:
@@ -78,8 +78,8 @@ def use(path: Path, draw: Random | None = None) -> None:
         run.embed(["abc"])
 
 
-def check(bases: list[Path], place: Path, cases: range) -> None:
-    faults, counts = attack(bases, place, cases, SEED, use)
+def check(bases: list[Path], directory: Path, cases: range) -> None:
+    faults, counts = attack(bases, directory, cases, SEED, use)
     print(counts)
     assert not faults, f"{len(faults)} faults\n" + "\n".join(faults)
     assert counts["refused"] > len(cases) / 2
@@ -122,7 +122,7 @@ def edit(path: Path, *keys: Any, to: Any) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_an_id_beyond_any_vocabulary(run: Path, own: bool) -> None:
+def test_token_id_beyond_any_vocabulary_is_refused(run: Path, own: bool) -> None:
     """The tokenizer library would allocate a table of this size and abort."""
     path = run / "tokenizer.json"
     if own:
@@ -134,7 +134,7 @@ def test_an_id_beyond_any_vocabulary(run: Path, own: bool) -> None:
     assert outcome.kind == "refused" and "2147483647" in outcome.text and not outcome.fault, outcome
 
 
-def test_a_vocabulary_size_beyond_the_model(run: Path) -> None:
+def test_vocabulary_size_beyond_the_model_is_refused(run: Path) -> None:
     (run / MANIFEST).unlink()
     for size in (2**31 - 1, 2**21, 100):
         edit(run / "config.json", "text", "sizes", to=[size, size])
@@ -175,7 +175,7 @@ def test_every_flipped_bit_is_reported(run: Path, name: str) -> None:
     assert Run.load(run, verify=True).config
 
 
-def test_large_weights_are_hashed_on_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_hashed_only_on_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.files.MAX_HASHED_BYTES", 10)
     path = run / "model.safetensors"
     data = path.read_bytes()
@@ -188,21 +188,21 @@ def test_large_weights_are_hashed_on_request(run: Path, monkeypatch: pytest.Monk
         Run.load(run)
 
 
-def test_an_intended_change_is_accepted(run: Path) -> None:
+def test_info_accept_accepts_an_intended_change(run: Path) -> None:
     edit(run / "config.json", "model", "encoder", "dropout", to=0.5)
-    refused = call("info", run, "--verify")
-    assert refused.code == 2 and "config.json: has changed" in refused.err
-    with pytest.raises(UserError) as caught:
+    result = call("info", run, "--verify")
+    assert result.code == 2 and "config.json: has changed" in result.err
+    with pytest.raises(UserError) as error:
         Run.load(run)
-    command = str(caught.value).rsplit("regard ", 1)[1].split()
+    command = str(error.value).rsplit("regard ", 1)[1].split()
     assert command == ["info", str(run), "--accept"]
-    accepted = call(*command)
-    assert accepted.code == 0 and "config.json: has changed" in accepted.err
+    result = call(*command)
+    assert result.code == 0 and "config.json: has changed" in result.err
     assert Run.load(run).config.encoder.dropout == 0.5  # type: ignore[union-attr]
     assert "3 files as saved" in call("info", run, "--verify").err
 
 
-def test_a_run_without_a_manifest_loads_and_can_get_one(run: Path) -> None:
+def test_run_without_a_manifest_loads_and_accept_adds_one(run: Path) -> None:
     (run / MANIFEST).unlink()
     assert Run.load(run, verify=True).config
     assert "no manifest.json" in call("info", run, "--verify").err
@@ -217,23 +217,23 @@ def test_a_run_without_a_manifest_loads_and_can_get_one(run: Path) -> None:
 
 
 def test_a_killed_rewrite_leaves_a_valid_manifest(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between a new file and its entry, the file has no entry, as in runs without a manifest."""
-    again = Run.load(run)
+    """A rewritten file has no entry until its new entry is written, as in runs without a manifest."""
+    loaded = Run.load(run)
     for number in range(5):  # the process is killed after each write in turn
-        again.save(run)
-        left = number
+        loaded.save(run)
+        remaining_writes = number
 
         def write(path: Path, fill: Any, real: Any = regard.files.replace_file) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
+            nonlocal remaining_writes
+            remaining_writes -= 1
+            if remaining_writes < 0:
                 raise KeyboardInterrupt
             real(path, fill)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             for module in ("files", "text.tokenizer"):
                 patch.setattr(f"regard.{module}.replace_file", write)
-            again.save(run)
-        assert Run.load(run, verify=True).config == again.config
-    again.save(run)
+            loaded.save(run)
+        assert Run.load(run, verify=True).config == loaded.config
+    loaded.save(run)
     assert len(json.loads((run / MANIFEST).read_text())["files"]) == 3

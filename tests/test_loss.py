@@ -1,4 +1,4 @@
-"""The objective equals the cross-entropy of torch, and itself on any split of a batch."""
+"""The objective equals torch's cross-entropy, and the sum over any split of a batch."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def batch(rows: slice = slice(None), name: str = "transformer-tiny") -> Batch:
         image = torch.zeros(3, 0, dtype=torch.int64)
         whole = Batch(pixels(), None, image, torch.tensor([[2], [0], [5]]), None, 3, 3)
     elif name in ENCODERS:
-        seen = collate(SOURCES, SOURCES, config)
-        asked = torch.tensor([[False, True, True, False], [True, False, False, False], [False, False, True, False]])
-        whole = seen._replace(keep_BT=asked, tokens=4, total=4)
+        texts = collate(SOURCES, SOURCES, config)
+        is_masked = torch.tensor([[False, True, True, False], [True, False, False, False], [False, False, True, False]])
+        whole = texts._replace(keep_BT=is_masked, tokens=4, total=4)
     else:
         whole = collate(SOURCES, TARGETS, config)
     parts = [x[rows] if isinstance(x, Tensor) else x for x in whole[:5]]
     return Batch(*parts, whole.tokens, whole.total)
 
 
-def scores_of(model: Model, given: Batch) -> Tensor:
+def scores_of(model: Model, example: Batch) -> Tensor:
     """All logits at once, one row per label."""
     if model.config.decoder is None:
-        return model(given.source_BS, given.source_keep_BS)
+        return model(example.source_BS, example.source_keep_BS)
     if model.config.encoder is None:
-        return model(given.input_BT, None)
-    return model(given.source_BS, given.source_keep_BS, given.input_BT)
+        return model(example.input_BT, None)
+    return model(example.source_BS, example.source_keep_BS, example.input_BT)
 
 
 def expected_loss(x: Tensor, weight: Tensor, label: Tensor, smoothing: float, bias: Tensor | None = None) -> Loss:
@@ -69,7 +69,7 @@ def expected_loss(x: Tensor, weight: Tensor, label: Tensor, smoothing: float, bi
     st.data(),
 )
 @settings(max_examples=50, deadline=None)
-def test_value_and_gradients_are_those_of_cross_entropy(
+def test_value_and_gradients_equal_cross_entropy(
     count: int, vocab: int, smoothing: float, chunk: int, data: st.DataObject
 ) -> None:
     """For any chunk size, with logits far from zero and further operations after the loss."""
@@ -79,37 +79,37 @@ def test_value_and_gradients_are_those_of_cross_entropy(
     label = torch.randint(vocab, (count,), generator=generator)
     bias = torch.randn(vocab, generator=generator) * 4
     inputs = (x, weight, bias) if data.draw(st.booleans()) else (x, weight)
-    found_inputs, expected_inputs = ([a.clone().requires_grad_() for a in inputs] for _ in range(2))
+    actual_inputs, expected_inputs = ([a.clone().requires_grad_() for a in inputs] for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "CHUNK_ELEMENTS", chunk)
-        found = output_loss(*found_inputs[:2], label, smoothing, *found_inputs[2:])
+        actual = output_loss(*actual_inputs[:2], label, smoothing, *actual_inputs[2:])
     expected = expected_loss(*expected_inputs[:2], label, smoothing, *expected_inputs[2:])
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-5)
-    (found.smoothed * 0.37).backward()
+    (actual.smoothed * 0.37).backward()
     (expected.smoothed * 0.37).backward()
-    for a, b in zip(found_inputs, expected_inputs, strict=True):
+    for a, b in zip(actual_inputs, expected_inputs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-4)
-    assert not found.nll.requires_grad
-    assert not found.correct.requires_grad
+    assert not actual.nll.requires_grad
+    assert not actual.correct.requires_grad
 
 
 def test_double_precision() -> None:
     x, weight = (torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (20, 7))
     label = torch.arange(20) % 7
-    found = torch.autograd.grad(output_loss(x, weight, label, 0.1).smoothed, (x, weight))
+    actual = torch.autograd.grad(output_loss(x, weight, label, 0.1).smoothed, (x, weight))
     expected = torch.autograd.grad(expected_loss(x, weight, label, 0.1).smoothed, (x, weight))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a.dtype == torch.float64
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-def test_scores_that_overflow_an_exponential() -> None:
+def test_large_logits_do_not_overflow() -> None:
     x = torch.tensor([[200.0], [-200.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.5]])
-    found = output_loss(x, weight, torch.tensor([0, 0]), 0.1)
-    found.smoothed.backward()
-    assert found.smoothed.isfinite()
+    actual = output_loss(x, weight, torch.tensor([0, 0]), 0.1)
+    actual.smoothed.backward()
+    assert actual.smoothed.isfinite()
     assert x.grad is not None
     assert x.grad.isfinite().all()
 
@@ -120,8 +120,8 @@ def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> N
     """Position by position from the full logits; padding has no effect on value and gradient."""
     model = build(name)
     whole = batch(name=name)
-    found = Objective(model, smoothing)(whole)
-    found.smoothed.backward()
+    actual = Objective(model, smoothing)(whole)
+    actual.smoothed.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     scores = scores_of(model, whole)
@@ -137,9 +137,9 @@ def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> N
             nll -= scores[i, t].log_softmax(-1)[label].item()
             correct += int(scores[i, t].argmax() == label)
     total.backward()
-    assert found.smoothed.item() == pytest.approx(total.item(), rel=1e-5)
-    assert found.nll.item() == pytest.approx(nll, rel=1e-5)
-    assert found.correct.item() == correct
+    assert actual.smoothed.item() == pytest.approx(total.item(), rel=1e-5)
+    assert actual.nll.item() == pytest.approx(nll, rel=1e-5)
+    assert actual.correct.item() == correct
     assert gradients.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
     for n, p in model.named_parameters():
         if p.grad is not None:
@@ -147,7 +147,7 @@ def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> N
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_parts_of_a_batch_add_up(name: str) -> None:
+def test_parts_of_a_batch_sum_to_the_whole(name: str) -> None:
     """Any split of a batch over steps or processes has the same sum and gradient as the whole batch."""
     objective = Objective(build(name), 0.1)
 
@@ -156,9 +156,9 @@ def test_parts_of_a_batch_add_up(name: str) -> None:
         values = []
         for part in parts:
             objective.segment_memory = None
-            found = objective(batch(part, name))
-            found.smoothed.backward()
-            values.append(torch.stack([found.smoothed.detach(), found.nll, found.correct]))
+            actual = objective(batch(part, name))
+            actual.smoothed.backward()
+            values.append(torch.stack([actual.smoothed.detach(), actual.nll, actual.correct]))
         return torch.stack(values).sum(0), [p.grad.clone() for p in objective.parameters() if p.grad is not None]
 
     whole = sums(slice(None))
@@ -169,14 +169,14 @@ def test_parts_of_a_batch_add_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_without_gradients_is_equal(smoothing: float) -> None:
+def test_loss_is_equal_without_gradients(smoothing: float) -> None:
     objective = Objective(build(), smoothing)
     whole = batch()
     with torch.no_grad():
-        quiet = objective(whole)
-    for a, b in zip(quiet, objective(whole), strict=True):
+        without_gradients = objective(whole)
+    for a, b in zip(without_gradients, objective(whole), strict=True):
         torch.testing.assert_close(a, b.detach(), atol=1e-4, rtol=1e-5)
-    assert not quiet.smoothed.requires_grad
+    assert not without_gradients.smoothed.requires_grad
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -212,19 +212,19 @@ def test_sampling_with_rate_one_reads_only_predictions(name: str) -> None:
     own = greedy(model, whole, whole.input_BT.shape[1])
     inputs = torch.cat((whole.input_BT[:, :1], own[:, :-1]), 1)
     for labels in (whole.label_BT, own):
-        given = whole._replace(label_BT=labels, input_BT=torch.cat((whole.input_BT[:, :1], labels[:, :-1]), 1))
-        found = Objective(model, 0.1, scheduled_sampling=1.0).train()(given)
-        forced = Objective(model, 0.1).train()(given._replace(input_BT=inputs))
-        torch.testing.assert_close(found.smoothed, forced.smoothed, atol=1e-4, rtol=1e-5)
-    assert found.correct == whole.tokens
+        example = whole._replace(label_BT=labels, input_BT=torch.cat((whole.input_BT[:, :1], labels[:, :-1]), 1))
+        actual = Objective(model, 0.1, scheduled_sampling=1.0).train()(example)
+        forced = Objective(model, 0.1).train()(example._replace(input_BT=inputs))
+        torch.testing.assert_close(actual.smoothed, forced.smoothed, atol=1e-4, rtol=1e-5)
+    assert actual.correct == whole.tokens
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
-def test_sampling_is_for_training_only(rate: float) -> None:
+def test_sampling_is_off_outside_training(rate: float) -> None:
     model = build()
     whole = batch()
-    found, forced = (Objective(model, 0.1, scheduled_sampling=r).eval()(whole) for r in (rate, 0.0))
-    assert torch.equal(found.smoothed, forced.smoothed)
+    actual, forced = (Objective(model, 0.1, scheduled_sampling=r).eval()(whole) for r in (rate, 0.0))
+    assert torch.equal(actual.smoothed, forced.smoothed)
 
 
 def test_sampling_with_rate_one_half_trains_every_parameter() -> None:

@@ -13,13 +13,13 @@ from regard.model import Model
 
 BLOCK = 12
 LETTERS = 8
-LANES = 16
+BATCH = 16
 
 
 def stream(blocks: int, seed: int) -> Tensor:
     """Random blocks, each twice. A segment is one block, so a repeated block is in the previous segment."""
     draws = torch.Generator().manual_seed(seed)
-    ids = torch.randint(4, 4 + LETTERS, (LANES, blocks, 1, BLOCK), generator=draws)
+    ids = torch.randint(4, 4 + LETTERS, (BATCH, blocks, 1, BLOCK), generator=draws)
     return ids.expand(-1, -1, 2, -1).flatten(1)
 
 
@@ -27,7 +27,7 @@ def segments(ids_BT: Tensor) -> list[Tensor]:
     return [ids_BT[:, start : start + BLOCK + 1] for start in range(0, ids_BT.shape[1] - BLOCK, BLOCK)]
 
 
-def trained(with_memory: bool) -> Model:
+def train(with_memory: bool) -> Model:
     torch.manual_seed(0)
     stack = {"layers": 1, "width": 32, "heads": 2, "ff": 64, "dropout": 0.0, "bias": "ff"}
     decoder = stack | {"position": "relative", "memory": 2 * BLOCK}
@@ -48,35 +48,35 @@ def trained(with_memory: bool) -> Model:
 
 
 @torch.no_grad()
-def copied(model: Model, with_memory: bool) -> float:
+def copy_accuracy(model: Model, with_memory: bool) -> float:
     """The accuracy on repeated tokens, without the last of a segment, which predicts a new block."""
     segment_memory = None
-    right = []
+    accuracies = []
     for number, segment_BT in enumerate(segments(stream(8, 10**6))):
         x_BTD, segment_memory = model.read_segment(segment_BT[:, :-1], segment_memory if with_memory else None)
         if number % 2:
-            right.append((model.predict(x_BTD).argmax(-1) == segment_BT[:, 1:])[:, :-1].float().mean())
-    return float(torch.stack(right).mean())
+            accuracies.append((model.predict(x_BTD).argmax(-1) == segment_BT[:, 1:])[:, :-1].float().mean())
+    return float(torch.stack(accuracies).mean())
 
 
 @pytest.fixture(scope="module")
 def model_with_memory() -> Model:
-    return trained(with_memory=True)
+    return train(with_memory=True)
 
 
-def test_the_previous_segment_is_copied(model_with_memory):
-    assert copied(model_with_memory, with_memory=True) > 0.95
-    assert copied(model_with_memory, with_memory=False) < 0.3
+def test_copying_needs_the_memory(model_with_memory):
+    assert copy_accuracy(model_with_memory, with_memory=True) > 0.95
+    assert copy_accuracy(model_with_memory, with_memory=False) < 0.3
 
 
-def test_a_memory_longer_than_in_training_works(model_with_memory):
+def test_memory_may_be_longer_than_in_training(model_with_memory):
     decoder = model_with_memory.decoder
     decoder.memory, short = 4 * BLOCK, decoder.memory
     try:
-        assert copied(model_with_memory, with_memory=True) > 0.9
+        assert copy_accuracy(model_with_memory, with_memory=True) > 0.9
     finally:
         decoder.memory = short
 
 
-def test_without_memory_it_cannot_be_learned():
-    assert copied(trained(with_memory=False), with_memory=False) < 0.3
+def test_copying_is_not_learned_without_memory():
+    assert copy_accuracy(train(with_memory=False), with_memory=False) < 0.3

@@ -1,6 +1,6 @@
-"""The equalities that every model must keep: fused = eager, cached = full, padded = alone, batch = single.
+"""The equalities that every model must keep: fused = eager, cached = full, padded = unpadded, batch = single.
 
-Here models with two stacks; tests/nn/test_one_stack.py has models with only an encoder or a decoder.
+Models with two stacks; tests/nn/test_one_stack.py tests models with only an encoder or a decoder.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from regard.presets import PRESETS, preset
 
 GRU = {"mixer": "gru"}
 LSTM = {"mixer": "lstm"}
-LATE = {"norm": "rms", "norm_at": "pre", "gated": True, "activation": "silu", "bias": "none"}
+MODERN = {"norm": "rms", "norm_at": "pre", "gated": True, "activation": "silu", "bias": "none"}
 VARIANTS: dict[str, dict[str, object]] = {
-    "rotary gated grouped": LATE | {"position": "rotary", "heads": 4, "kv_heads": 2, "head_width": 6},
+    "rotary gated grouped": MODERN | {"position": "rotary", "heads": 4, "kv_heads": 2, "head_width": 6},
     "alibi one key head": {"position": "alibi", "kv_heads": 1, "norm": "rms", "bias": "ff"},
     "alibi window": {"position": "alibi", "window": 2, "heads": 3},
     "bucket": {"position": "bucket", "norm_at": "pre", "gated": True, "activation": "gelu_tanh"},
@@ -79,16 +79,16 @@ def step_by_step(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, St
 
 
 @EVERY
-def test_fused_is_eager(name: str) -> None:
+def test_fused_equals_eager(name: str) -> None:
     model = build(config(name))
-    scores, seen = watched(model, SOURCE, KEEP, INPUT)
+    scores, maps = watched(model, SOURCE, KEEP, INPUT)
     close(model(SOURCE, KEEP, INPUT), scores)
-    for weights in seen:
+    for weights in maps:
         assert ((weights >= 0) & (weights.sum(-1, keepdim=True) < 1 + 1e-5)).all()
 
 
 @EVERY
-def test_cached_is_full(name: str) -> None:
+def test_cached_equals_full(name: str) -> None:
     model = build(config(name))
     full = model(SOURCE, KEEP, INPUT)
     close(step_by_step(model, INPUT, model.encode(SOURCE, KEEP))[0], full)
@@ -102,24 +102,24 @@ def test_cached_is_full(name: str) -> None:
 
 
 @EVERY
-def test_padded_is_alone(name: str) -> None:
+def test_padded_equals_unpadded(name: str) -> None:
     """Also when the row is padded further than any row of the batch needs."""
     model = build(config(name))
     longer = torch.zeros(3, 9, dtype=torch.long)
-    further = torch.zeros(3, 9, dtype=torch.bool)
+    longer_keep = torch.zeros(3, 9, dtype=torch.bool)
     longer[:, :5] = SOURCE
-    further[:, :5] = KEEP
+    longer_keep[:, :5] = KEEP
     together = model(SOURCE, KEEP, INPUT)
-    padded = model(longer, further, INPUT)
+    padded = model(longer, longer_keep, INPUT)
     for row, length in enumerate(LENGTHS):
-        alone = model(SOURCE[row : row + 1, :length], None, INPUT[row : row + 1])[0]
-        close(together[row], alone)
-        close(padded[row], alone)
+        single = model(SOURCE[row : row + 1, :length], None, INPUT[row : row + 1])[0]
+        close(together[row], single)
+        close(padded[row], single)
 
 
 @EVERY
-def test_batch_is_single(name: str) -> None:
-    """Without padding; and later target tokens do not affect earlier ones."""
+def test_batch_equals_single(name: str) -> None:
+    """Without padding. Later target tokens do not affect earlier ones."""
     model = build(config(name))
     source = SOURCE[:1].repeat(3, 1).add(torch.arange(3)[:, None] % 2)
     together = model(source, None, INPUT)
@@ -129,8 +129,8 @@ def test_batch_is_single(name: str) -> None:
 
 
 @EVERY
-def test_the_future_never_leaks(name: str) -> None:
-    """Changing a token does not change a bit of earlier scores; its own scores change."""
+def test_later_tokens_do_not_affect_earlier_scores(name: str) -> None:
+    """Changing a token changes its own scores, and leaves earlier scores bit-identical."""
     model = build(config(name))
     before = model(SOURCE, KEEP, INPUT)
     for place in (2, 5):
@@ -142,7 +142,7 @@ def test_the_future_never_leaks(name: str) -> None:
 
 
 @EVERY
-def test_reordering_then_stepping_is_stepping_then_reordering(name: str) -> None:
+def test_reordering_and_stepping_commute(name: str) -> None:
     model = build(config(name))
     _, state = step_by_step(model, INPUT[:, :3], model.encode(SOURCE, KEEP))
     order = torch.tensor([2, 0, 1])
@@ -154,8 +154,8 @@ def test_reordering_then_stepping_is_stepping_then_reordering(name: str) -> None
 
 
 @EVERY
-def test_beams_share_their_source(name: str) -> None:
-    """Several hypotheses per sentence = repeated sentences; also after reordering and the end of a sentence."""
+def test_hypotheses_of_a_sentence_equal_repeated_sentences(name: str) -> None:
+    """Also after hypotheses are reordered and a sentence has ended."""
     model = build(config(name))
     beam = torch.arange(3).repeat_interleave(2)
     tokens = torch.arange(36).view(6, 6) * 7 % VOCAB
@@ -164,7 +164,7 @@ def test_beams_share_their_source(name: str) -> None:
     a, shared = step_by_step(model, tokens[:, :2], shared)
     b, repeated = step_by_step(model, tokens[:, :2], repeated)
     close(a, b)
-    rows = torch.tensor([1, 1, 5, 4])  # sentence 0 repeats one hypothesis, 1 has finished, 2 swaps its two
+    rows = torch.tensor([1, 1, 5, 4])  # sentence 0 repeats a hypothesis, sentence 1 has ended, sentence 2 swaps its two
     shared = shared.select(rows, torch.tensor([0, 2]))
     repeated = repeated.select(rows, rows)
     a, _ = step_by_step(model, tokens[:4, 2:], shared)
@@ -185,7 +185,7 @@ def test_beams_read_several_tokens_at_once(name: str) -> None:
 
 
 @EVERY
-def test_left_padded_prefixes_are_alone(name: str) -> None:
+def test_left_padded_prefixes_equal_unpadded_prefixes(name: str) -> None:
     """Prefixes of different lengths, padded on the left, then one more token each."""
     model = build(config(name))
     rows = [[2, 5, 6, 7], [2], [2, 9, 4]]
@@ -193,9 +193,9 @@ def test_left_padded_prefixes_are_alone(name: str) -> None:
     x, state = model.read(prefix, model.encode(SOURCE, KEEP), keep)
     following, _ = model.step(torch.tensor([4, 5, 6]), state)
     for i, row in enumerate(rows):
-        alone_x, alone = model.read(torch.tensor([row]), model.encode(SOURCE[i : i + 1], KEEP[i : i + 1]))
-        close(x[i, -len(row) :], alone_x[0])
-        close(following[i], model.step(torch.tensor([4 + i]), alone)[0][0])
+        single_x, single = model.read(torch.tensor([row]), model.encode(SOURCE[i : i + 1], KEEP[i : i + 1]))
+        close(x[i, -len(row) :], single_x[0])
+        close(following[i], model.step(torch.tensor([4 + i]), single)[0][0])
 
 
 @st.composite
@@ -254,28 +254,28 @@ def test_embeddings_are_shared_tied_and_scaled_as_configured() -> None:
     assert model.source_embedding is model.target_embedding
     assert model.output.weight is model.target_embedding.weight
     assert len([name for name, _ in model.named_parameters() if "embedding" in name or "output" in name]) == 1
-    apart = build(config("rnn-bahdanau"))
-    assert apart.source_embedding is not apart.target_embedding
-    assert apart.output.weight is not apart.target_embedding.weight
+    separate = build(config("rnn-bahdanau"))
+    assert separate.source_embedding is not separate.target_embedding
+    assert separate.output.weight is not separate.target_embedding.weight
     scaled = build(config("no position"))
-    plain = apart
-    seen: list[Tensor] = []
+    plain = separate
+    inputs: list[Tensor] = []
     for each in (scaled, plain):
-        each.encoder.dropout.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+        each.encoder.dropout.register_forward_pre_hook(lambda _m, args: inputs.append(args[0]))
         each.encode(SOURCE)
-    close(seen[0], scaled.source_embedding(SOURCE) * 12**0.5)
-    close(seen[1], plain.source_embedding(SOURCE))
+    close(inputs[0], scaled.source_embedding(SOURCE) * 12**0.5)
+    close(inputs[1], plain.source_embedding(SOURCE))
 
 
 @EVERY
-def test_on_meta_has_the_shapes_of_the_real_one(name: str) -> None:
+def test_meta_model_has_the_shapes_of_the_real_model(name: str) -> None:
     real = Model(config(name))
-    shadow = on_meta(config(name))
-    assert all(p.is_meta for p in shadow.parameters())
-    assert {n: p.shape for n, p in real.named_parameters()} == {n: p.shape for n, p in shadow.named_parameters()}
+    meta = on_meta(config(name))
+    assert all(p.is_meta for p in meta.parameters())
+    assert {n: p.shape for n, p in real.named_parameters()} == {n: p.shape for n, p in meta.named_parameters()}
 
 
-def test_on_meta_draws_no_random_numbers() -> None:
+def test_meta_model_draws_no_random_numbers() -> None:
     """Drawing random numbers on the meta device would import a compiler."""
     code = """
 import sys
@@ -295,7 +295,7 @@ def test_stacks_of_a_config() -> None:
     assert list(both.model_copy(update={"encoder": None}).stacks) == ["decoder"]
 
 
-def test_a_seed_makes_a_model() -> None:
+def test_equal_seeds_give_equal_weights() -> None:
     def weights(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         return list(Model(config("rnn-luong")).parameters())

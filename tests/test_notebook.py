@@ -1,4 +1,4 @@
-"""What a notebook shows: short reprs, and HTML in which every text is text."""
+"""Display in notebooks: short reprs, and HTML that escapes all text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Reader(HTMLParser):
         super().__init__()
         self.tags: set[str] = set()
         self.attributes: set[str] = set()
-        self.text, self._open = "", list[str]()
+        self.text = ""
+        self._open: list[str] = []
         self.feed(page)
         self.close()
         assert not self._open
@@ -56,7 +57,7 @@ class Reader(HTMLParser):
 ALIGNMENT = Alignment(np.array([[0.5, 0.5]]), (EVIL, "<eos>"), (EVIL,))
 HYPOTHESIS = Hypothesis(EVIL, -1.5, (EVIL, "<eos>"), (-1.0, -0.5), -0.75, (), ALIGNMENT, flags={"x": EVIL})
 CONFUSION = Confusion(EVIL, None, 3, ConfusedExample("x.tsv:1", EVIL, EVIL, ""))
-SHOWN = [
+RESULTS = [
     HYPOTHESIS,
     ALIGNMENT,
     Scored(-1.5, (EVIL,), (-1.5,), {"x": EVIL}),
@@ -75,37 +76,37 @@ SHOWN = [
 ]
 
 
-@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: type(shown).__name__)
-def test_text_is_text(shown):
-    page = Reader(shown._repr_html_())
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
+def test_html_escapes_text(result):
+    page = Reader(result._repr_html_())
     assert page.tags <= ALLOWED and page.attributes <= {"style"}
-    if not isinstance(shown, regard.Recipe):  # TOML has escapes of its own
+    if not isinstance(result, regard.Recipe):  # TOML has escapes of its own
         assert EVIL in page.text
 
 
-@pytest.mark.parametrize("shown", SHOWN[:-3], ids=lambda shown: type(shown).__name__)
-def test_a_repr_fits_a_line(shown):
-    assert len(repr(shown)) < 200 and "\n" not in repr(shown) and "array(" not in repr(shown)
-    assert repr(shown).startswith(type(shown).__name__)
+@pytest.mark.parametrize("result", RESULTS[:-3], ids=lambda result: type(result).__name__)
+def test_a_repr_fits_a_line(result):
+    assert len(repr(result)) < 200 and "\n" not in repr(result) and "array(" not in repr(result)
+    assert repr(result).startswith(type(result).__name__)
 
 
-def test_a_run_and_what_it_answers(toy):
+def test_run_and_its_results(toy):
     run = regard.load(toy / "run")
     assert repr(run) == f"LoadedRun({str(toy / 'run')!r}, task pairs, {run.model.size:,} parameters)"
     page = Reader(run._repr_html_()).text
     for part in (str(run.path), "pairs: source to target", "1 layer, width 32", f"{run.model.size:,}", "char to space"):
         assert part in page
-    found = run.generate(["abc", "fed"], beam=3, nbest=2)
-    page = Reader(found._repr_html_()).text
-    for source, hypotheses in zip(["abc", "fed"], found, strict=True):
+    results = run.generate(["abc", "fed"], beam=3, nbest=2)
+    page = Reader(results._repr_html_()).text
+    for source, hypotheses in zip(["abc", "fed"], results, strict=True):
         assert page.count(source) == 1
         for hypothesis in hypotheses:
             assert hypothesis.text in page and f"{hypothesis.score:.3f}" in page
             assert hypothesis.text in Reader(hypotheses._repr_html_()).text
             tokens = Reader(hypothesis._repr_html_()).text
             assert all(f"{score:.3f}" in tokens for score in hypothesis.token_scores)
-    assert isinstance(found, list) and found == [list(row) for row in found] == copy.copy(found)
-    assert pickle.loads(pickle.dumps(found)) == found
+    assert isinstance(results, list) and results == [list(row) for row in results] == copy.copy(results)
+    assert pickle.loads(pickle.dumps(results)) == results
     assert "abc → AH B K" in Reader(run.score([("abc", "AH B K")])._repr_html_()).text
     trace = run.attention("abc")
     assert repr(trace).startswith("Trace('abc' -> ") and len(repr(trace)) < 120
@@ -113,7 +114,7 @@ def test_a_run_and_what_it_answers(toy):
     assert repr(run.evaluate(toy / "test.tsv", bootstrap=0, metrics=["wer"])).startswith("Evaluation(40 examples: wer ")
 
 
-def test_what_is_judged_and_confused_is_a_table():
+def test_evaluation_and_confusions_are_tables():
     page = Reader(Evaluation(3, {"per": Measurement(12.5)}, confusions=[CONFUSION])._repr_html_()).text
     assert "most frequent confusions" in page and "∅" in page and f"x.tsv:1 {EVIL[:39]}…" in page
     assert "confusions" not in Evaluation(3, {"per": Measurement(12.5)}, confusions=[])._repr_html_()
@@ -123,38 +124,38 @@ def test_what_is_judged_and_confused_is_a_table():
     assert all(text in page for text in ("a", "b", "A\nAA", "B"))
 
 
-def test_circuits_are_tables_of_what_matters_most(monkeypatch):
+def test_circuit_table_starts_with_the_largest_entry(monkeypatch):
     circuit = Circuit(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]), ("x", "y"))
     assert repr(circuit) == "Circuit(2 tokens, rank 1 or less)"
     assert Reader(circuit._repr_html_()).text.endswith("rowcolumnvalueyy8.000yx6.000xy4.000xx3.000")
     monkeypatch.setattr("regard.inspect.circuits.MAX_PAIRS", 3)
     assert "top() finds the largest entries" in circuit._repr_html_() and "8.000" not in circuit._repr_html_()
-    found = Attribution("a", 1.25, torch.tensor([[0.5, -2.0]]), torch.tensor([2.5]), 0.25, 0.0)
-    assert repr(found) == "Attribution('a', logit 1.250, 1 layer of 2 heads)"
+    attribution = Attribution("a", 1.25, torch.tensor([[0.5, -2.0]]), torch.tensor([2.5]), 0.25, 0.0)
+    assert repr(attribution) == "Attribution('a', logit 1.250, 1 layer of 2 heads)"
     rows = "layer 1 feed-forward2.500layer 1 head 2-2.000layer 1 head 10.500embedding0.250bias0.000"
-    assert Reader(found._repr_html_()).text == f"logit 1.250 of apartlogit{rows}"
+    assert Reader(attribution._repr_html_()).text == f"logit 1.250 of apartlogit{rows}"
 
 
-def test_an_attribute_of_a_result_is_not_one_of_the_list():
-    found = Results([Results([HYPOTHESIS])], ["a"])
+def test_attribute_of_an_item_suggests_indexing():
+    results = Results([Results([HYPOTHESIS])], ["a"])
     with pytest.raises(AttributeError, match=r"one list of hypotheses per input; write results\[0\]\[0\]\.text"):
-        _ = found.text
+        _ = results.text
     with pytest.raises(AttributeError, match=r"a list; write results\[0\]\.text"):
-        _ = found[0].text
-    for results in (found, Results(), Results([Results()])):
+        _ = results[0].text
+    for other in (results, Results(), Results([Results()])):
         with pytest.raises(AttributeError, match="'Results' object has no attribute 'txt'"):
-            _ = results.txt
-        assert repr(copy.deepcopy(results)) == repr(results)
+            _ = other.txt
+        assert repr(copy.deepcopy(other)) == repr(other)
 
 
-def test_a_request_is_shown_by_what_differs_from_the_defaults():
+def test_repr_of_a_request_omits_defaults():
     assert repr(regard.Request("abc")) == "Request(source='abc')"
     request = regard.Request("abc", prefix="K", require=["a"], max_length=3)
     assert repr(request) == "Request(source='abc', prefix='K', require=(('a',),), max_length=3)"
     assert eval(repr(request), {"Request": regard.Request}) == request
 
 
-def test_a_long_list_is_cut():
+def test_html_of_a_long_list_is_truncated():
     scored = Scored(-1.0, ("a",), (-1.0,))
     page = Reader(Results([scored] * (MAX_ROWS + 3))._repr_html_()).text
     assert page.count("-1.000") == MAX_ROWS and "and 3 more" in page
@@ -172,7 +173,7 @@ def test_a_long_list_is_cut():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_is_shown_by_what_differs_from_the_defaults(value):
+def test_repr_of_a_value_omits_defaults(value):
 
     names = {
         **vars(config),

@@ -26,10 +26,10 @@ def script() -> ModuleType:
     return module
 
 
-def compare(drawn: str, expected: str) -> None:
+def compare(drawing: str, expected: str) -> None:
     """Compare drawings, up to a unit in the last digit: processors differ in the last bits of a sum."""
-    assert NUMBER.sub("#", drawn) == NUMBER.sub("#", expected), "run: python docs/pictures/attention.py"
-    for number, other in zip(NUMBER.findall(drawn), NUMBER.findall(expected), strict=True):
+    assert NUMBER.sub("#", drawing) == NUMBER.sub("#", expected), "run: python docs/pictures/attention.py"
+    for number, other in zip(NUMBER.findall(drawing), NUMBER.findall(expected), strict=True):
         unit = 10.0 ** -len(number.partition(".")[2])
         assert float(number) == pytest.approx(float(other), abs=1.01 * unit), "run: python docs/pictures/attention.py"
 
@@ -41,8 +41,8 @@ def test_drawing_is_up_to_date(script, name):
 
 def test_drawing_of_a_trained_model_shows_the_reversal(script):
     """Training differs between machines in more than the last bits, so only the position of the weight is compared."""
-    drawn = str(script.PICTURES["attention-cross"]())
-    for text in (drawn, (SCRIPT.parent / "attention-cross.svg").read_text(encoding="utf-8")):
+    drawing = str(script.PICTURES["attention-cross"]())
+    for text in (drawing, (SCRIPT.parent / "attention-cross.svg").read_text(encoding="utf-8")):
         cells = re.findall(r'class="cell weight" x="([\d.]+)" y="([\d.]+)"[^>]*?(?:fill-opacity="([\d.]+)")?/>', text)
         assert len(cells) == 72
         first = [float(opacity or 1) for *_, opacity in cells[:36]]
@@ -54,7 +54,7 @@ def test_drawing_of_a_trained_model_shows_the_reversal(script):
 def test_every_drawing_is_shown_and_described(script):
     assert sorted(script.PICTURES) == DRAWN
     for name in DRAWN:
-        shown = re.findall(rf"!\[([^\]]+)\]\(pictures/{name}\.svg\)", PAGE)
-        assert len(shown) == 1 and len(shown[0]) > 40, name
+        descriptions = re.findall(rf"!\[([^\]]+)\]\(pictures/{name}\.svg\)", PAGE)
+        assert len(descriptions) == 1 and len(descriptions[0]) > 40, name
         picture = ElementTree.fromstring((SCRIPT.parent / f"{name}.svg").read_bytes())
         assert picture.get("role") == "img" and len(picture.get("aria-label", "")) > 40

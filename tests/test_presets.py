@@ -93,7 +93,7 @@ def recurrent(config: Config) -> int:
 
 @pytest.mark.parametrize("vocab", [None, 3700])
 @pytest.mark.parametrize("name", PRESETS)
-def test_counts_by_hand(name: str, vocab: int | None) -> None:
+def test_parameter_counts_equal_counts_by_hand(name: str, vocab: int | None) -> None:
     config = preset(name, vocab)
     assert count(config) == (recurrent if "rnn" in name else transformer)(config)
 
@@ -117,9 +117,9 @@ PAPERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "vocab", "published", "digits"), PAPERS, ids=[row[0] for row in PAPERS])
-def test_published_counts(name: str, vocab: int | None, published: float, digits: float) -> None:
-    assert count(preset(name, vocab)) == pytest.approx(published, rel=digits)
+@pytest.mark.parametrize(("name", "vocab", "published", "tolerance"), PAPERS, ids=[row[0] for row in PAPERS])
+def test_published_counts(name: str, vocab: int | None, published: float, tolerance: float) -> None:
+    assert count(preset(name, vocab)) == pytest.approx(published, rel=tolerance)
 
 
 # Parameters of the released weights, as counted by the class of transformers that loads them.
@@ -178,8 +178,8 @@ def test_table_3_a(heads: int) -> None:
 def test_table_3_b(width: int) -> None:
     """Narrower heads reduce the matrices of each of the 18 attentions."""
     config = varied(f"head_width={width}")
-    lost = 8 * (64 - width)
-    assert count(BASE) - count(config) == 18 * (4 * 512 * lost + 3 * lost)
+    removed = 8 * (64 - width)
+    assert count(BASE) - count(config) == 18 * (4 * 512 * removed + 3 * removed)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +211,12 @@ def test_table_3_e() -> None:
     assert count(varied("position=learned", "model.max_length=512")) - count(BASE) == 2 * 512 * 512
 
 
-def test_a_model_too_large_to_build() -> None:
+def test_meta_model_may_be_larger_than_memory() -> None:
     wide = {"width": 8192, "heads": 64, "layers": 1, "bias": "none"}
     model = on_meta(Config(source_vocab=100, target_vocab=100, decoder=Stack(**wide)))
     attention = model.decoder.blocks[0].attention
     q_k_v = [*attention.query.parameters(), *attention.key_value.parameters()]
-    assert sum(p.numel() for p in q_k_v) == 3 * 8192**2  # the 201M
+    assert sum(p.numel() for p in q_k_v) == 3 * 8192**2  # 201 million
 
 
 def test_vocabularies() -> None:

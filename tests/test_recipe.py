@@ -15,7 +15,7 @@ from regard.presets import preset
 from regard.recipe import Data, Recipe, Text, Train, assign, load_recipe, read_recipe
 
 
-def after(*settings: str) -> dict[str, Any]:
+def tables_of(*settings: str) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for setting in settings:
         assign(tables, setting)
@@ -51,12 +51,12 @@ def after(*settings: str) -> dict[str, Any]:
         ("feature_separator=", {"text": {"feature_separator": ""}}),
     ],
 )
-def test_where_a_setting_goes(setting: str, tables: dict[str, Any]) -> None:
-    assert after(setting) == tables
+def test_setting_goes_to_its_table(setting: str, tables: dict[str, Any]) -> None:
+    assert tables_of(setting) == tables
 
 
-def test_the_last_word_counts_and_neighbours_stay() -> None:
-    tables = after("dropout=0.2", "decoder.dropout=0.5", "layers=3", "layers=4")
+def test_last_setting_wins_and_other_keys_stay() -> None:
+    tables = tables_of("dropout=0.2", "decoder.dropout=0.5", "layers=3", "layers=4")
     assert tables == {"model": {"encoder": {"dropout": 0.2, "layers": 4}, "decoder": {"dropout": 0.5, "layers": 4}}}
 
 
@@ -74,10 +74,10 @@ def test_the_last_word_counts_and_neighbours_stay() -> None:
         (".lr=1", "no such section"),
     ],
 )
-def test_settings_that_are_none(setting: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_recipe(after(setting))
-    assert message in str(caught.value)
+def test_unknown_settings_are_refused(setting: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_recipe(tables_of(setting))
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -97,39 +97,39 @@ def test_settings_that_are_none(setting: str, message: str) -> None:
         ("train.steps=true", "train.steps: "),
     ],
 )
-def test_settings_that_are_wrong(setting: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_recipe(after(setting))
-    assert message in str(caught.value)
+def test_invalid_values_are_refused(setting: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_recipe(tables_of(setting))
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("setting", ["encoder.layer=3", "model.encodr.layers=3", "score=aditive"])
-def test_wrong_model_settings_are_found_when_the_model_is_made(setting: str) -> None:
+def test_invalid_model_settings_are_refused_by_the_preset(setting: str) -> None:
     with pytest.raises(UserError, match=r"did you mean|additive"):
-        preset("transformer-tiny", 50, changes=after(setting)["model"])
+        preset("transformer-tiny", 50, changes=tables_of(setting)["model"])
 
 
-def test_a_value_is_no_table() -> None:
+def test_value_is_not_replaced_by_a_table() -> None:
     with pytest.raises(UserError, match="encoder is a value, not a table"):
-        after("encoder=none", "encoder.layers=3")
+        tables_of("encoder=none", "encoder.layers=3")
 
 
 KEYS = sorted(
     {*Stack.model_fields, *Config.model_fields, *Text.model_fields, *Data.model_fields, *Train.model_fields}
-    - {"max_length"}  # of a table of positions, or of an example?
+    - {"max_length"}  # ambiguous: a field of Stack and of Data
 )
 
 
-def test_a_name_of_two_sections_is_a_question() -> None:
+def test_ambiguous_name_is_refused() -> None:
     with pytest.raises(UserError, match=r"could mean data\.max_length or model\.max_length"):
-        after("max_length=7")
-    assert after("model.max_length=7") == {"model": {"encoder": {"max_length": 7}, "decoder": {"max_length": 7}}}
+        tables_of("max_length=7")
+    assert tables_of("model.max_length=7") == {"model": {"encoder": {"max_length": 7}, "decoder": {"max_length": 7}}}
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_bare_name_lands_on_a_field_of_that_name(key: str) -> None:
+def test_bare_name_sets_the_field_of_that_name(key: str) -> None:
     kinds: dict[str, Any] = {"text": Text, "data": Data, "train": Train, "encoder": Stack, "decoder": Stack}
-    sections = after(f"{key}=1")
+    sections = tables_of(f"{key}=1")
     model = sections.pop("model", {})
     if key in Config.model_fields and key not in Stack.model_fields:
         assert model == {key: 1}
@@ -139,24 +139,24 @@ def test_every_bare_name_lands_on_a_field_of_that_name(key: str) -> None:
             assert key in kinds[name].model_fields
 
 
-INTEGERS = st.integers(-(2**63), 2**63 - 1)  # of TOML
+INTEGERS = st.integers(-(2**63), 2**63 - 1)  # the integers of TOML
 
 
 @given(st.one_of(INTEGERS, st.booleans(), st.floats(allow_nan=False), st.lists(INTEGERS, max_size=3)))
 def test_values_are_toml(value: object) -> None:
     text = str(value).lower() if isinstance(value, bool) else repr(value)
-    assert after(f"train.lr={text}")["train"]["lr"] == tomllib.loads(f"x = {text}")["x"] == value
+    assert tables_of(f"train.lr={text}")["train"]["lr"] == tomllib.loads(f"x = {text}")["x"] == value
 
 
 @given(st.text(st.characters(categories=["L"]), min_size=1))
-def test_words_are_words(word: str) -> None:
+def test_unquoted_words_are_strings(word: str) -> None:
     expected = {"true": True, "false": False, "inf": float("inf")}.get(word, word)
     if word != "nan":
-        assert after(f"text.source_tokens={word}")["text"]["source_tokens"] == expected
+        assert tables_of(f"text.source_tokens={word}")["text"]["source_tokens"] == expected
 
 
 @given(st.text(max_size=20))
-def test_any_setting_is_applied_or_a_user_error(setting: str) -> None:
+def test_any_setting_is_applied_or_gives_a_user_error(setting: str) -> None:
     for text in (setting, f"{setting}=1", f"train.{setting}", f"lr={setting}"):
         tables: dict[str, Any] = {}
         try:
@@ -176,11 +176,11 @@ def test_any_setting_is_applied_or_a_user_error(setting: str) -> None:
         ({"train": "a", "valid_target": "c"}, "valid_source and valid_target belong together"),
     ],
 )
-def test_data_that_contradicts_itself(data: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_contradictory_data_settings_are_refused(data: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as error:
         load_recipe({"data": data})
-    assert message in str(caught.value)
-    assert "data" in str(caught.value)
+    assert message in str(error.value)
+    assert "data" in str(error.value)
 
 
 def test_an_empty_recipe_is_complete() -> None:
@@ -210,23 +210,23 @@ def test_unreadable_recipes(tmp_path: Path, content: bytes) -> None:
         read_recipe(path)
 
 
-def test_recipes_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_recipes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.toml: no such recipe"):
         read_recipe(tmp_path / "none.toml")
     with pytest.raises(UserError, match="not a readable TOML file"):
         read_recipe(tmp_path)
 
 
-def test_none_is_the_word_for_nothing_and_a_kind_of_position() -> None:
-    changes = after("kv_heads=none", "bias=none", "position=none")["model"]
+def test_none_is_null_or_an_allowed_value() -> None:
+    changes = tables_of("kv_heads=none", "bias=none", "position=none")["model"]
     stack = preset("transformer-tiny", 50, changes=changes).encoder
     assert stack is not None
     assert (stack.kv_heads, stack.bias, stack.position) == (None, "none", "none")
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "0x" + "f" * 5000, str(2**63), "[" * 3000, "[" * 20 + "1" + "]" * 20])
-def test_values_that_no_setting_can_have(value: str, tmp_path: Path) -> None:
-    """What the TOML library, Python or pydantic would stumble over is a mistake of the user like any other."""
+def test_oversized_values_are_refused(value: str, tmp_path: Path) -> None:
+    """Values that make the TOML library, Python or pydantic fail are user errors."""
     with pytest.raises(UserError, match=r"--set train\.steps: (an integer of more than 64 bits|.*nested too deeply)"):
         assign({}, f"train.steps={value}")
     (tmp_path / "r.toml").write_text(f"[train]\nsteps = {value}\n")
@@ -234,7 +234,7 @@ def test_values_that_no_setting_can_have(value: str, tmp_path: Path) -> None:
         read_recipe(tmp_path / "r.toml")
 
 
-def test_keys_that_are_too_deep(tmp_path: Path) -> None:
+def test_deeply_nested_keys_are_refused(tmp_path: Path) -> None:
     key = "model." + ".".join("a" * 3000)
     with pytest.raises(UserError, match="no such section"):
         assign({}, f"{key}=1")
@@ -245,6 +245,6 @@ def test_keys_that_are_too_deep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["steps", "warmup", "workers", "seed", "average", "patience", "lora"])
-def test_numbers_beyond_all_sizes(key: str) -> None:
+def test_excessive_numbers_are_refused(key: str) -> None:
     with pytest.raises(UserError, match=f"train.{key}: input should be less than or equal to 2147483647"):
         load_recipe({"train": {key: 10**5000}})

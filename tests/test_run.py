@@ -1,4 +1,4 @@
-"""A run on disk: what is saved is what is loaded, and what is broken says so."""
+"""Runs on disk: a loaded run equals the saved one, and damaged runs are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make(name: str = "transformer-tiny", seed: int = 0, text: Codec | None = Non
     return Run(config, text, Model(config).eval(), Path("nowhere"))
 
 
-def saved(path: Path, **options: Any) -> Run:
+def save_run(path: Path, **options: Any) -> Run:
     run = make(**options)
     run.save(path)
     return run
@@ -48,19 +48,21 @@ def change(path: Path, **keys: Any) -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)  # models with one stack: tests/nn/test_one_stack.py
-def test_saved_is_loaded(tmp_path: Path, name: str) -> None:
-    run = saved(tmp_path / "deep" / "run", name=name)
+def test_loaded_run_equals_the_saved_one(tmp_path: Path, name: str) -> None:
+    run = save_run(tmp_path / "deep" / "run", name=name)
     loaded = Run.load(tmp_path / "deep" / "run")
     assert loaded.config == run.config
     assert loaded.codec.config == run.codec.config
     assert loaded.path == tmp_path / "deep" / "run"
     assert not loaded.model.training
-    ours, theirs = weights_of(run.model), weights_of(loaded.model)
+    ours = weights_of(run.model)
+    theirs = weights_of(loaded.model)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     examples = [Example("abca", features="N;PL"), Example("c")]
     assert loaded.codec.encode_source(examples) == run.codec.encode_source(examples)
-    source, target = torch.tensor([[4, 5, 6, 3]]), torch.tensor([[2, 4, 5]])
+    source = torch.tensor([[4, 5, 6, 3]])
+    target = torch.tensor([[2, 4, 5]])
     assert torch.equal(loaded.model(source, None, target), run.model(source, None, target))
     shared = run.config.share_embeddings
     assert loaded.codec.shared == shared
@@ -70,16 +72,16 @@ def test_saved_is_loaded(tmp_path: Path, name: str) -> None:
     assert files == {"config.json", "model.safetensors", "manifest.json"} | tokenizers
 
 
-def test_saving_twice_is_saving_once(tmp_path: Path) -> None:
-    run = saved(tmp_path / "a")
+def test_saving_twice_gives_equal_files(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "a")
     Run.load(tmp_path / "a").save(tmp_path / "b")
     run.save(tmp_path / "a")
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
-def test_a_shared_table_is_one_tensor(tmp_path: Path) -> None:
-    run = saved(tmp_path, name="transformer-base")
+def test_shared_embedding_is_saved_once(tmp_path: Path) -> None:
+    run = save_run(tmp_path, name="transformer-base")
     tables = [
         name for name, x in load_file(tmp_path / "model.safetensors").items() if len(x) == run.config.source_vocab
     ]
@@ -93,16 +95,16 @@ def edit(path: Path, drop: str | None = None, **tensors: torch.Tensor) -> None:
     save_file(weights | tensors, path / "model.safetensors")
 
 
-def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
-    saved(tmp_path)
+def test_all_mismatched_weights_are_named(tmp_path: Path) -> None:
+    save_run(tmp_path)
     edit(
         tmp_path,
         drop="encoder.norm.bias",
         **{"encoder.extra": torch.zeros(2), "decoder.norm.weight": torch.zeros(9)},
     )
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         Run.load(tmp_path)
-    text = str(caught.value)
+    text = str(error.value)
     assert f"{tmp_path / 'model.safetensors'}: weights do not fit config.json" in text
     assert "missing: encoder.norm.bias" in text
     assert "not known: encoder.extra [2]" in text
@@ -118,18 +120,18 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
         ({}, {"source_vocab": 2**31 - 1, "target_vocab": 2**31 - 1}),
     ],
 )
-def test_a_config_that_asks_for_more_than_there_is(
+def test_config_larger_than_its_weights_is_refused(
     tmp_path: Path, stack: dict[str, Any], whole: dict[str, Any]
 ) -> None:
-    """Somebody else's run must not get memory for weights that it does not have."""
-    model = saved(tmp_path).config.model_dump(mode="json")
+    """A run from an untrusted source must not allocate memory for weights that it does not contain."""
+    model = save_run(tmp_path).config.model_dump(mode="json")
     change(tmp_path, model=model | whole | {side: model[side] | stack for side in ("encoder", "decoder")})
     with pytest.raises(UserError, match=r"weights do not fit config\.json\n  \S*(: shape|missing:)"):
         Run.load(tmp_path)
 
 
-def test_a_failed_load_leaves_the_model_alone(tmp_path: Path) -> None:
-    run = saved(tmp_path)
+def test_failed_load_does_not_change_the_model(tmp_path: Path) -> None:
+    run = save_run(tmp_path)
     edit(tmp_path, **{"decoder.norm.weight": torch.zeros(9), "decoder.norm.bias": torch.full((8,), 5.0)})
     before = {name: x.clone() for name, x in weights_of(run.model).items()}
     with pytest.raises(UserError):
@@ -138,42 +140,42 @@ def test_a_failed_load_leaves_the_model_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])
-def test_corrupted_weights(tmp_path: Path, cut: int) -> None:
-    saved(tmp_path)
+def test_truncated_weights_are_refused(tmp_path: Path, cut: int) -> None:
+    save_run(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(UserError, match=r"model\.safetensors: not a readable safetensors file"):
         Run.load(tmp_path)
 
 
-def test_garbage_weights(tmp_path: Path) -> None:
-    saved(tmp_path)
+def test_garbage_weights_are_refused(tmp_path: Path) -> None:
+    save_run(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 1000)
     with pytest.raises(UserError, match="not a readable safetensors file"):
         Run.load(tmp_path)
 
 
-def test_what_is_missing(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none: no such run directory"):
         Run.load(tmp_path / "none")
     with pytest.raises(UserError, match=r"not a run directory: it has no config\.json"):
         Run.load(tmp_path)
-    saved(tmp_path / "first")
+    save_run(tmp_path / "first")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/config.json").write_text("{")
     (tmp_path / "frits").mkdir()
-    (tmp_path / "frits/config.json").write_text('{"model_type": "bert"}')  # of another library
+    (tmp_path / "frits/config.json").write_text('{"model_type": "bert"}')  # a config of another library
     with pytest.raises(UserError, match=r"no such run directory; did you mean .*/first\?$"):
         Run.load(tmp_path / "frist")
     with pytest.raises(UserError, match=r"no such run directory$"):
         Run.load(tmp_path / "second")
     with pytest.raises(UserError, match=r"it has no config\.json; there are runs in it: .*/first$"):
         Run.load(tmp_path)
-    saved(tmp_path)
+    save_run(tmp_path)
     (tmp_path / "target.tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"target\.tokenizer\.json"):
         Run.load(tmp_path)
-    saved(tmp_path)
+    save_run(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"model\.safetensors: no such file; the run has no weights yet"):
         Run.load(tmp_path)
@@ -182,48 +184,48 @@ def test_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"), [("{", "not readable as JSON"), ("[1]", "format None"), ("{}", "format None")]
 )
-def test_a_broken_config(tmp_path: Path, content: str, message: str) -> None:
-    saved(tmp_path)
+def test_broken_config_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    save_run(tmp_path)
     (tmp_path / "config.json").write_text(content, encoding="utf-8")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         read_config(tmp_path)
-    assert message in str(caught.value)
-    assert str(tmp_path / "config.json") in str(caught.value)
+    assert message in str(error.value)
+    assert str(tmp_path / "config.json") in str(error.value)
 
 
-def test_a_run_of_version_0_4_names_neither_task_nor_tokens(tmp_path: Path) -> None:
-    run = saved(tmp_path)
+def test_run_of_version_0_4_loads(tmp_path: Path) -> None:
+    run = save_run(tmp_path)
     model = run.config.model_dump(mode="json") | {"output": "symbols"}
     change(tmp_path, model=model)
     data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     del data["task"]
     (tmp_path / "config.json").write_text(json.dumps(data), encoding="utf-8")
-    (tmp_path / "manifest.json").unlink()  # which such a run does not have
+    (tmp_path / "manifest.json").unlink()  # version 0.4 did not write one
     loaded = Run.load(tmp_path)
     assert loaded.config == run.config and loaded.task.name == "pairs"
 
 
 @pytest.mark.parametrize("number", [0, 2, "1", None])
-def test_only_our_format_number_is_read(tmp_path: Path, number: object) -> None:
-    saved(tmp_path)
+def test_other_format_numbers_are_refused(tmp_path: Path, number: object) -> None:
+    save_run(tmp_path)
     change(tmp_path, format=number)
     with pytest.raises(UserError, match="format"):
         read_config(tmp_path)
 
 
 def test_config_mistakes_name_their_key(tmp_path: Path) -> None:
-    run = saved(tmp_path)
+    run = save_run(tmp_path)
     model = run.config.model_dump(mode="json")
     change(tmp_path, model=model | {"encoder": model["encoder"] | {"layer": 2}}, colour="blue")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         read_config(tmp_path)
-    assert "model.encoder.layer: no such key; did you mean 'layers'?" in str(caught.value)
-    assert "colour: no such key" in str(caught.value)
+    assert "model.encoder.layer: no such key; did you mean 'layers'?" in str(error.value)
+    assert "colour: no such key" in str(error.value)
 
 
-def test_text_that_does_not_fit_the_model(tmp_path: Path) -> None:
+def test_tokenizer_of_another_size_is_refused(tmp_path: Path) -> None:
     """Another tokenizer under the same name would give ids that the model does not have."""
-    saved(tmp_path)
+    save_run(tmp_path)
     Tokenizer.train("char", ["abcdefgh"]).save(tmp_path / "source.tokenizer.json")
     with pytest.raises(UserError, match=r"tokenizer|vocab"):
         Run.load(tmp_path)
@@ -243,7 +245,7 @@ def test_weights_survive_a_full_disk(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
 
 
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="file"):
         make().save(tmp_path / "file")
@@ -256,12 +258,12 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         make().save(tmp_path / "run")
 
 
-def test_weights_may_be_read_by_whom_the_config_may(tmp_path: Path) -> None:
-    saved(tmp_path)
+def test_weights_and_config_have_equal_permissions(tmp_path: Path) -> None:
+    save_run(tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
 
 
-def test_views_are_saved_as_what_they_show(tmp_path: Path) -> None:
+def test_views_are_saved_with_their_values(tmp_path: Path) -> None:
     x = torch.arange(6.0).view(2, 3)
     save_weights({"a": x.T, "b": x[0]}, tmp_path / "w")
     loaded = load_file(tmp_path / "w")
@@ -270,7 +272,7 @@ def test_views_are_saved_as_what_they_show(tmp_path: Path) -> None:
 
 
 def test_average_is_the_mean(tmp_path: Path) -> None:
-    runs = [saved(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    runs = [save_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
     merged = average([tmp_path / str(seed) for seed in range(3)], tmp_path / "mean")
     loaded = weights_of(Run.load(tmp_path / "mean").model)
     for name, x in loaded.items():
@@ -279,23 +281,23 @@ def test_average_is_the_mean(tmp_path: Path) -> None:
         assert torch.equal(x, weights_of(merged.model)[name])
 
 
-def test_average_of_one_is_itself(tmp_path: Path) -> None:
-    run = saved(tmp_path / "a")
+def test_average_of_one_run_equals_that_run(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "a")
     average([tmp_path / "a"], tmp_path / "b")
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
     assert run.config == read_config(tmp_path / "b").model
 
 
-def test_an_average_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path / "a")
+def test_interrupted_average_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_run(tmp_path / "a")
     (tmp_path / "a" / "alignment.json").write_text('{"heads": [[0, 1]]}')
 
-    def stopped(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("regard.run.save_weights", stopped)
+        patch.setattr("regard.run.save_weights", interrupt)
         average([tmp_path / "a"], tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert average([tmp_path / "a"], tmp_path / "out").path == tmp_path / "out"
@@ -304,10 +306,10 @@ def test_an_average_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Mo
         average([tmp_path / "a"], tmp_path / "out")
 
 
-def test_only_like_is_averaged_with_like(tmp_path: Path) -> None:
-    saved(tmp_path / "a")
-    saved(tmp_path / "b", name="transformer-small")
-    saved(tmp_path / "c", text=codec("xyz"))  # the same sizes, other letters
+def test_average_refuses_runs_that_differ(tmp_path: Path) -> None:
+    save_run(tmp_path / "a")
+    save_run(tmp_path / "b", name="transformer-small")
+    save_run(tmp_path / "c", text=codec("xyz"))  # the same sizes, other letters
     with pytest.raises(UserError, match="at least one"):
         average([], tmp_path / "out")
     for other in "bc":

@@ -19,7 +19,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 
 
 @given(st.dictionaries(keys, values, max_size=5))
-def test_reads_back_the_same(tables: dict[str, Any]) -> None:
+def test_toml_round_trip(tables: dict[str, Any]) -> None:
     assert tomllib.loads(to_toml(tables)) == tables
 
 
