@@ -2,10 +2,10 @@
 
     python bench/decoding.py
 
-Both have a random Transformer with the same weights, and generate exactly `--length` tokens per source. They take one
-more step for the end token, whose probability is not counted. The table has the number of equal outputs. Both run in
-one process and take turns, with the allocator settings of regard's command line, which help both; the figures are
-medians. Both read and return ids, so tokenisation is not measured.
+Both programs run a random Transformer with the same weights and generate exactly `--length` tokens per source, then
+the end token, which does not count. The last column is the number of equal outputs. Both run in one process and take
+turns. The allocator settings of regard's command line apply to both. The figures are medians. Tokenisation is not
+measured: both read and return ids.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ours(model: Model) -> Contender:
 
     def generate(sources: Ids, beam: int, length: int) -> Ids:
         tasks = [SearchInput((source,), limit=length, minimum=length, open_end=True) for source in sources]
-        return [list(found[0].ids) for found in search(scorer, tasks, Options(beam=beam))]
+        return [list(hypotheses[0].ids) for hypotheses in search(scorer, tasks, Options(beam=beam))]
 
     return generate
 
@@ -62,7 +62,7 @@ def theirs(model: Model) -> Contender:
             do_sample=False,
             min_new_tokens=length,
             max_new_tokens=length + 1,
-            forced_eos_token_id=ids.eos,  # transformers gives it probability 1: the end does not count
+            forced_eos_token_id=ids.eos,  # with probability 1 in transformers, so the end token does not count
             suppress_tokens=[ids.pad, ids.unk, ids.sos],
         )
         return out_BT[:, 1:-1].tolist()
@@ -71,11 +71,12 @@ def theirs(model: Model) -> Contender:
 
 
 def marian_like(model: Model) -> MarianMTModel:
-    """A MarianMTModel that computes the same as `model`.
+    """A MarianMTModel with the weights of `model`.
 
-    Its positions have all sines before all cosines, ours alternate, so every vector is permuted.
+    Its positions have all sines before all cosines; in regard they alternate. Every vector is permuted accordingly.
     """
-    config, stack = model.config, model.config.decoder
+    config = model.config
+    stack = config.decoder
     assert stack is not None
     sides = {}
     for side in ("encoder", "decoder"):
@@ -127,8 +128,8 @@ def marian_like(model: Model) -> MarianMTModel:
             for kind in ("attention", "feed_forward", *(["cross"] if side == "decoder" else [])):
                 sublayer(f"model.{side}.layers.{i}", f"{side}.blocks.{i}", kind)
     parameters = dict(marian.named_parameters())  # a shared table occurs once
-    learned = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    assert learned == weights.keys(), learned ^ weights.keys()
+    trained_names = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    assert trained_names == weights.keys(), trained_names ^ weights.keys()
     with torch.no_grad():
         for name, weight in weights.items():
             parameters[name].copy_(weight)
@@ -143,7 +144,7 @@ def random_sources(count: int, longest: int) -> Ids:
 
 
 def compare(contenders: Sequence[Contender], sources: Ids, beam: int, length: int, rounds: int) -> tuple[list, int]:
-    """Sentences per second of each (medians of rounds in turn), and the number of equal outputs."""
+    """Median sentences per second of each contender, and the number of equal outputs."""
     ours, theirs = (generate(sources, beam, length) for generate in contenders)  # warm-up
     assert {len(output) for output in ours + theirs} == {length}, "the outputs differ in length"
     seconds: list[list[float]] = [[] for _ in contenders]

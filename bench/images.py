@@ -1,9 +1,9 @@
-"""Handwritten digits: the recipe `digits` on the 1,797 images of scikit-learn, and the attention distance of its heads.
+"""Handwritten digits: accuracy of the recipe `digits` on the 1,797 images of scikit-learn, and attention distances.
 
     python bench/images.py
 
-A fifth of the images, drawn with a fixed seed, is held out and evaluated once, at the end. The recipe takes its
-validation images from the rest.
+A fifth of the images, drawn with a fixed seed, is held out and evaluated once, at the end. Training and validation
+use the others.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from sklearn.datasets import load_digits
 
 
 def run(*command: object) -> str:
-    done = subprocess.run([sys.executable, "-m", "regard", *map(str, command)], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return done.stdout
+    process = subprocess.run([sys.executable, "-m", "regard", *map(str, command)], capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(process.stderr)
+    return process.stdout
 
 
 def main() -> None:
     digits = load_digits()
-    images, labels = digits.images.astype(np.float32), digits.target
+    images = digits.images.astype(np.float32)
+    labels = digits.target
     order = np.random.default_rng(1).permutation(len(images))
-    held = len(order) // 5
+    test_size = len(order) // 5
     with tempfile.TemporaryDirectory() as work:
-        train, test, out = Path(work) / "train.npz", Path(work) / "test.npz", Path(work) / "run"
-        np.savez(test, images=images[order[:held]], labels=labels[order[:held]])
-        np.savez(train, images=images[order[held:]], labels=labels[order[held:]])
+        train = Path(work) / "train.npz"
+        test = Path(work) / "test.npz"
+        out = Path(work) / "run"
+        np.savez(test, images=images[order[:test_size]], labels=labels[order[:test_size]])
+        np.savez(train, images=images[order[test_size:]], labels=labels[order[test_size:]])
         began = time.perf_counter()
         run("train", "digits", "--data", train, "--out", out)
         seconds = time.perf_counter() - began

@@ -2,9 +2,10 @@
 
     python bench/page.py runs/dut dut_dev.tsv
 
-For each precision of the weights: size of the file, seconds until it is ready, outputs that are those of torch, errors
-of both, milliseconds per input, and from a key press to every view. The last line is all of it as JSON. Columns of the
-file are those of the run; a language model continues the first words of each line. Needs a Chromium.
+For each precision of the weights, the script prints the size of the file, the seconds until the page is ready, the
+number of outputs equal to torch, the error rates of both, the milliseconds per input, and the milliseconds from a key
+press to every view. The last line has all figures as JSON. The file has the columns of the run's training data; a
+language model continues the first words of each line. The script needs a Chromium.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from regard.run import Run
 from regard.text.codec import Example
 
 MAX_OUTPUT = 40  # tokens of a continuation
-TYPED_LENGTH = 30  # tokens of the typed input
+TYPED_TOKENS = 30  # length of the typed input
 BATCH = 100  # inputs per call of the browser
-ASK = """(() => {
+GENERATE = """(() => {
   const seconds = [], answers = [];
   for (const [input, options] of %s) {
     const began = performance.now();
-    const found = JSON.parse(askModel("generate", JSON.stringify([input, options]))).hypotheses;
-    answers.push(found[0] || {text: "", score: 0});
+    const hypotheses = JSON.parse(askModel("generate", JSON.stringify([input, options]))).hypotheses;
+    answers.push(hypotheses[0] || {text: "", score: 0});
     seconds.push(performance.now() - began);
   }
   return [answers.map((x) => [x.text, x.score]), seconds];
 })()"""
-# Milliseconds from key press to paint of each view, for the last letters of a text; null if a view does not change.
-TYPED = """(async () => {
+# Milliseconds from a key press until a view is painted, for the last letters of a text; null if it does not change.
+TYPE = """(async () => {
   const field = document.querySelector(%s), text = %s, times = [];
   for (let i = Math.max(1, text.length - 8); i <= text.length; i++) {
     const changed = new Promise((done) => {
@@ -58,7 +59,7 @@ TYPED = """(async () => {
   }
   return times;
 })()"""
-SETTLED = "document.querySelector('.bar-top').getAttribute('aria-busy') === 'false'"
+IS_IDLE = "document.querySelector('.bar-top').getAttribute('aria-busy') === 'false'"
 TABS = "Array.from(document.querySelectorAll('[role=tab]'), (tab) => tab.id.slice(4))"
 
 
@@ -70,67 +71,73 @@ def read_inputs(run: Run, path: str, count: int) -> list[Example]:
     return [Example(line[:12]) for line in lines[:: max(1, len(lines) // count)]][:count]
 
 
-def wrong(outputs: list[str], examples: list[Example]) -> float:
+def error_rate(outputs: list[str], examples: list[Example]) -> float:
+    """The percentage of wrong outputs."""
     return 100 * sum(a != b.target for a, b in zip(outputs, examples, strict=True)) / len(examples)
 
 
-def ask(browser: chromium.Chromium, asked: list[Any]) -> tuple[list[list[Any]], float]:
+def generate(browser: chromium.Chromium, inputs: list[Any]) -> tuple[list[list[Any]], float]:
     """The best output of every input with its score, and the median time in milliseconds."""
-    answers, times = [], []
-    for start in range(0, len(asked), BATCH):
-        some, seconds = browser.run(ASK % json.dumps(asked[start : start + BATCH]))
-        answers += some
-        times += seconds
+    answers: list[list[Any]] = []
+    times: list[float] = []
+    for start in range(0, len(inputs), BATCH):
+        batch_answers, batch_times = browser.run(GENERATE % json.dumps(inputs[start : start + BATCH]))
+        answers += batch_answers
+        times += batch_times
     return answers, round(median(times), 1)
 
 
-def typed(browser: chromium.Chromium, field: str, text: str) -> dict[str, Any]:
-    """The median and maximum milliseconds from a key press to each view."""
-    found = {}
+def key_to_view(browser: chromium.Chromium, field: str, text: str) -> dict[str, Any]:
+    """The median and maximum milliseconds from a key press until each view is painted."""
+    milliseconds = {}
     for tab in browser.run(TABS):
         browser.run(f"document.getElementById('tab-{tab}').click()")
-        browser.until(SETTLED)
-        browser.run(TYPED % (json.dumps(field), json.dumps(text)))  # warm-up: the browser compiles hot code
-        browser.until(SETTLED)
-        times = browser.run(TYPED % (json.dumps(field), json.dumps(text)))
-        browser.until(SETTLED)
-        found[tab] = None if times is None else [round(median(times), 1), round(max(times), 1)]
-    return found
+        browser.until(IS_IDLE)
+        browser.run(TYPE % (json.dumps(field), json.dumps(text)))  # warm-up: the browser compiles hot code
+        browser.until(IS_IDLE)
+        times = browser.run(TYPE % (json.dumps(field), json.dumps(text)))
+        browser.until(IS_IDLE)
+        milliseconds[tab] = None if times is None else [round(median(times), 1), round(max(times), 1)]
+    return milliseconds
 
 
 def measure(browser: chromium.Chromium, run: Run, examples: list[Example], options: argparse.Namespace) -> list[Any]:
     """Print the measurements of each precision."""
     decoding = Options() if run.task.seq2seq else Options(max_length=MAX_OUTPUT)
     requests = [Request(e.source, e.features) for e in examples]
-    ours: list[Hypothesis] = [h[0] for h in TorchEngine(run, decoding)(requests)]
+    expected: list[Hypothesis] = [h[0] for h in TorchEngine(run, decoding)(requests)]
     limit = {} if run.task.seq2seq else {"maxLength": MAX_OUTPUT}
-    asked = [[page_input(e), limit] for e in examples]
-    text = max(examples, key=lambda e: -abs(len(run.codec.encode_source([e])[0]) - TYPED_LENGTH)).source
+    inputs = [[page_input(e), limit] for e in examples]
+    text = max(examples, key=lambda e: -abs(len(run.codec.encode_source([e])[0]) - TYPED_TOKENS)).source
     results = []
     for precision in options.precision:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "page.html"
             report = write_live_page(run, path, precision, examples[0])
             ready = browser.open(path)
-            keys = typed(browser, options.field, text)
+            view_times = key_to_view(browser, options.field, text)
             browser.open(path)
             browser.run(bundle("proof.js") + "; true")
-            model, stored = (f"document.getElementById('{name}').textContent" for name in ("model", "data"))
-            browser.run(f"loadModel({model}, {stored}, true)")
-            answers, greedy = ask(browser, asked)
-            _, beamed = ask(browser, [[item, {**limit, "strategy": "beam", "beam": 5}] for item, _ in asked[:50]])
-        texts, pairs = [answer for answer, _ in answers], list(zip(answers, ours, strict=True))
+            model, data = (f"document.getElementById('{name}').textContent" for name in ("model", "data"))
+            browser.run(f"loadModel({model}, {data}, true)")
+            answers, greedy_ms = generate(browser, inputs)
+            _, beam_ms = generate(browser, [[x, {**limit, "strategy": "beam", "beam": 5}] for x, _ in inputs[:50]])
+        texts = [answer for answer, _ in answers]
+        pairs = list(zip(answers, expected, strict=True))
         figures = {
             "precision": precision, "bytes": report.details["bytes"], "ready_s": round(ready, 2),
-            "same_outputs": sum(a == b.text for a, b in zip(texts, ours, strict=True)), "inputs": len(examples),
+            "same_outputs": sum(a == b.text for a, b in zip(texts, expected, strict=True)), "inputs": len(examples),
             "score_difference": max((abs(s - h.score) for (t, s), h in pairs if t == h.text), default=None),
-            "greedy_ms": greedy, "beam_5_ms": beamed,
-            "typed": text, "key_to_view_ms": keys,
+            "greedy_ms": greedy_ms, "beam_5_ms": beam_ms,
+            "typed": text, "key_to_view_ms": view_times,
         }  # fmt: skip
         if run.task.seq2seq:
-            figures |= {"wer": wrong(texts, examples), "wer_torch": wrong([h.text for h in ours], examples)}
+            figures |= {
+                "wer": error_rate(texts, examples),
+                "wer_torch": error_rate([h.text for h in expected], examples),
+            }
         print(" ".join(f"{name}={value}" for name, value in figures.items() if name != "key_to_view_ms"))
-        for tab, times in keys.items():
+        for tab, times in view_times.items():
             print(
                 f"  key press to {tab}: "
                 + ("unchanged" if times is None else "median {} ms, largest {} ms".format(*times))

@@ -2,8 +2,8 @@
 
     python bench/prune.py train.tsv dev.tsv RUN... --tune 3000
 
-All runs read the same data. The tuned weights are selected on a part of the training data that tuning does not use. The
-reported figures are measured on the development data, which selects nothing here (but may have selected the runs).
+All runs read the same data. The best tuned weights are selected on a held-out part of the training data. The figures
+are measured on the development data, which the script does not use otherwise; it may have selected the runs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from regard.training.pruning import Tuning, prune, split_data
 def read(run: Run, path: str) -> list[Example]:
     data = read_task_data(run, Source((path,), run.codec.columns), LineCounter())
     if not isinstance(data, list):
-        raise SystemExit("only runs that were trained on pairs")
+        raise SystemExit("the runs must be trained on pairs")
     return data
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("train", help="a TSV to judge heads by, and to tune on")
-    parser.add_argument("dev", help="a TSV to measure on")
+    parser.add_argument("train", help="TSV for measuring heads and for tuning")
+    parser.add_argument("dev", help="TSV for the reported figures")
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--heads", default="0.4")
     parser.add_argument("--tune", type=int, default=3000)
@@ -45,12 +45,12 @@ def main() -> None:
     changes = []
     for path in settings.runs:
         run = Run.load(Path(path))
-        learn, chosen_on = split_data(read(run, settings.train))
+        tuning_data, selection_data = split_data(read(run, settings.train))
         dev = read(run, settings.dev)
         metric = default_metrics(run, [example.target or "" for example in dev])[0]
         amount = PruneAmount.parse(settings.heads, None)
         smaller, report = prune(
-            run, learn, chosen_on, amount, greedy=True, by=settings.by, tuning=Tuning(settings.tune)
+            run, tuning_data, selection_data, amount, greedy=True, by=settings.by, tuning=Tuning(settings.tune)
         )
         before, after = (
             evaluate(each, dev, Options(), [metric], samples=0).metrics[metric].score for each in (run, smaller)

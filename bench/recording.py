@@ -1,4 +1,4 @@
-"""The cost of recording every attention map of a sentence, compared with a plain forward pass, and of its page.
+"""Time of recording every attention map of a sentence, compared with a plain forward pass; time and size of its page.
 
     python bench/recording.py
 
@@ -57,17 +57,18 @@ def main() -> None:
         with record(model, "*.weights"):
             return model(source, None, shifted)
 
-    plain(), recorded()
+    plain()
+    recorded()
     times = [(seconds(plain), seconds(recorded)) for _ in range(settings.rounds)]
-    alone, recording = (statistics.median(column) for column in zip(*times, strict=True))
-    print(f"plain pass      {1000 * alone:8.1f} ms")
-    print(f"all maps        {1000 * recording:8.1f} ms   {recording / alone:.2f} times")
+    plain_time, recorded_time = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"plain pass      {1000 * plain_time:8.1f} ms")
+    print(f"all maps        {1000 * recorded_time:8.1f} ms   {recorded_time / plain_time:.2f} times")
     began = time.perf_counter()
-    found = trace(run, Example(text), target)
-    traced = time.perf_counter()
-    page = found.to_html()
-    print(f"trace           {1000 * (traced - began):8.1f} ms")
-    print(f"page            {1000 * (time.perf_counter() - traced):8.1f} ms   {len(page.encode()) / 1e6:.2f} MB")
+    result = trace(run, Example(text), target)
+    page_began = time.perf_counter()
+    page = result.to_html()
+    print(f"trace           {1000 * (page_began - began):8.1f} ms")
+    print(f"page            {1000 * (time.perf_counter() - page_began):8.1f} ms   {len(page.encode()) / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

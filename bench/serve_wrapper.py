@@ -1,8 +1,8 @@
-"""A typical wrapper around CTranslate2 for bench/serve.py: a FastAPI endpoint, one translate_batch per request.
+"""A typical wrapper around CTranslate2, for comparison in bench/serve.py: one translate_batch per FastAPI request.
 
     python bench/serve_wrapper.py RUN BEAM PORT plain|locked
 
-`plain` runs in the thread pool of FastAPI; `locked` answers one request at a time.
+`plain` answers requests in FastAPI's thread pool, `locked` one at a time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from regard.decode.search_inputs import LENGTH_EXTRA, LENGTH_RATIO
 from regard.run import Run
 from regard.text.codec import Example
 
-path, beam, port, way = sys.argv[1:]
+path, beam, port, mode = sys.argv[1:]
 run = Run.load(path)
 with tempfile.TemporaryDirectory() as folder:
     write_model(run, Path(folder))
     translator = open_translator(Path(folder), "int8", os.cpu_count() or 1, 1)
 source, target = names_of(run)
 ids = {name: index for index, name in enumerate(target)}
-lock = threading.Lock() if way == "locked" else nullcontext()
+lock = threading.Lock() if mode == "locked" else nullcontext()
 app = FastAPI()
 
 
@@ -46,7 +46,7 @@ class Body(BaseModel):
 def translate(body: Body) -> dict[str, object]:
     texts = [body.q] if isinstance(body.q, str) else body.q
     rows = [[source[i] for i in row] for row in run.codec.encode_source([Example(text) for text in texts])]
-    limit = LENGTH_RATIO * max(map(len, rows)) + LENGTH_EXTRA  # as in regard, for outputs without an end
+    limit = LENGTH_RATIO * max(map(len, rows)) + LENGTH_EXTRA  # the limit of regard
     with lock:
         answers = translator.translate_batch(rows, beam_size=int(beam), patience=PATIENCE, max_decoding_length=limit)
     out = [run.codec.decode_target([ids[token] for token in answer.hypotheses[0]]) for answer in answers]

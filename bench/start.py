@@ -1,8 +1,9 @@
-"""Time to the first answer of the command line for one word, compared with `import torch`; both take turns.
+"""Time to the first answer of the command line for one word, in multiples of `import torch`.
 
     python bench/start.py RUN
 
-Users notice the ratio of seconds. CPU time and the number of imported modules depend less on other load.
+The commands take turns. Users notice the ratio of seconds; CPU time and the number of imported modules depend less on
+other load.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 PROGRAM = "import sys; from regard.cli.app import main; sys.argv[0] = 'regard'; main()"
 COUNT = "import atexit, sys; atexit.register(lambda: print(len(sys.modules), file=sys.stderr)); "
-# As for an installed package, whose modules are compiled once.
+# Python may write bytecode, so modules are compiled only once, as in an installed package.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -29,16 +30,18 @@ class Command(NamedTuple):
     text: str = ""
 
     def run(self, before: str = "") -> str:
-        """Its stderr."""
+        """Run the program and return its stderr."""
         line = [sys.executable, "-c", before + self.code, *self.arguments]
         result = subprocess.run(line, input=self.text, text=True, check=True, capture_output=True, env=ENVIRONMENT)
         return result.stderr
 
     def seconds(self) -> tuple[float, float]:
-        """Wall-clock seconds and CPU seconds."""
-        before, began = os.times(), time.perf_counter()
+        """Run the program and measure wall-clock and CPU seconds."""
+        before = os.times()
+        began = time.perf_counter()
         self.run()
-        elapsed, after = time.perf_counter() - began, os.times()
+        elapsed = time.perf_counter() - began
+        after = os.times()
         return elapsed, sum(after[2:4]) - sum(before[2:4])
 
 
