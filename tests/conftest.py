@@ -1,4 +1,4 @@
-"""The run that many tests use, trained once per session."""
+"""Settings of the test session, and the trained run that many tests share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kit.toy import call, small, spell, toy_words
 
 __all__ = ["browser", "running_browser"]  # fixtures: one browser for all tests of a process
 
-# Tests do not measure time: an example that is slow on a busy machine is not a failure.
+# No deadlines: an example may be slow on a busy machine.
 settings.register_profile("regard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("regard")
-torch.set_num_threads(1)  # tests work on small tensors, for which a second thread costs more than it brings
-# Jobs in the background and those of nohup inherit these as ignored; some tests send them.
+torch.set_num_threads(1)  # on small tensors, a second thread costs more than it saves
+# Background jobs and nohup ignore these signals, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -36,7 +36,7 @@ def _preloaded() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with pairs.tsv, test.tsv and `run`, trained on the one and good at the other."""
+    """A directory with pairs.tsv, test.tsv and `run`, which is trained on pairs.tsv."""
     return shared_copy(tmp_path_factory, "toy", make_toy)
 
 

@@ -1,4 +1,4 @@
-"""Config tables: the directions are inverse, and every key that affects the outputs is read or refused."""
+"""Config tables: export and import are inverse, and every key that affects the outputs is read or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from regard.model import on_meta
 from regard.presets import merge
 from regard.run import weights_of
 
-FLAGS, RATES, LENGTHS = st.booleans(), st.sampled_from([0.0, 0.1, 0.25]), st.integers(1, 40)
+FLAGS = st.booleans()
+RATES = st.sampled_from([0.0, 0.1, 0.25])
+LENGTHS = st.integers(1, 40)
 HEAD_WIDTHS = st.sampled_from([2, 4, 6])
 STACK: dict[str, st.SearchStrategy] = {
     "layers": st.integers(1, 4),
@@ -35,11 +37,11 @@ HEADS: list[dict[str, Any]] = [
     {"output": "none", "output_bias": False},
     {"output": "none", "output_bias": False, "pooler": True},
 ]
-IDLE_LENGTH = {"max_length": 1024}  # the default, of families without a limit
+DEFAULT_LENGTH = {"max_length": 1024}  # for families without a length limit
 
 
 class Draw:
-    """Draws values of the fields that the config table of a family sets."""
+    """Draws values for the fields that the config table of a family sets."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.of = data.draw
@@ -82,17 +84,17 @@ class Draw:
         return {"encoder": shared | sizes[0], "decoder": shared | sizes[1], **flags, **self.ids()}
 
     def t5(self) -> dict[str, Any]:
-        shared = self.stack("dropout", "attention_dropout", gated=FLAGS, head_width=HEAD_WIDTHS) | IDLE_LENGTH
+        shared = self.stack("dropout", "attention_dropout", gated=FLAGS, head_width=HEAD_WIDTHS) | DEFAULT_LENGTH
         shared |= dict.fromkeys(("dropout", "attention_dropout", "ff_dropout"), self.of(RATES))
         if shared["gated"] and shared["activation"] == "gelu":
-            shared["activation"] = "gelu_tanh"  # gated-gelu has always meant the approximation
+            shared["activation"] = "gelu_tanh"  # transformers uses the tanh approximation for gated-gelu
         layers = self.of(STACK["layers"])
         return {"encoder": shared, "decoder": shared | {"layers": layers}, **self.flags("tie_output"), **self.ids()}
 
     def transfo_xl(self) -> dict[str, Any]:
         reach = st.none() | st.integers(1, 9)
         stack = self.stack("activation", "dropout", head_width=HEAD_WIDTHS, memory=st.integers(2, 9), reach=reach)
-        stack |= dict.fromkeys(("dropout", "ff_dropout"), self.of(RATES)) | IDLE_LENGTH
+        stack |= dict.fromkeys(("dropout", "ff_dropout"), self.of(RATES)) | DEFAULT_LENGTH
         stack["window"] = stack["memory"] - 1 if self.of(FLAGS) else None
         return {"decoder": stack, **self.flags("tie_output", "output_bias"), **self.ids()}
 
@@ -110,7 +112,7 @@ class Draw:
         rows, columns, channels, classes = (self.of(st.integers(1, 4)) for _ in range(4))
         patches = {"height": 2 * rows, "width": 2 * columns, "channels": channels, "size": 2}
         stack = self.stack() | {"max_length": 1 + rows * columns}
-        # No token is read: the vocabulary is as large as the usual ids need.
+        # The model reads no tokens: the vocabulary only holds the default special tokens.
         return {"encoder": stack, "patches": patches, "classes": classes, "source_vocab": 4, "target_vocab": 4}
 
 
@@ -126,8 +128,8 @@ PRESETS = {
 }
 
 
-def read_again(family: Family, config: Config) -> Config:
-    """Our config, written as theirs, saved as JSON, and read again."""
+def round_trip(family: Family, config: Config) -> Config:
+    """Export a config, pass it through JSON, and import it."""
     data = json.loads(json.dumps(family.write(config)))
     table = family.weights(config, Fields(data, "here"))
     names = {name for rule in expand(table, weights_of(on_meta(config))) for name in rule.theirs}
@@ -138,39 +140,39 @@ def read_again(family: Family, config: Config) -> Config:
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
 @settings(deadline=None, max_examples=25)
-def test_ours_to_theirs_to_ours_is_the_identity(name, data):
+def test_exported_config_is_imported_unchanged(name, data):
     changes = getattr(Draw(data), name.replace("-", "_"))()
     config = parse(Config, merge(shrunk(PRESETS[name]).model_dump(), changes), "drawn")
-    assert read_again(FAMILIES[name], config) == config
+    assert round_trip(FAMILIES[name], config) == config
 
 
-# Keys that do not change what a trained model of the family computes, or that are read elsewhere: ids by the tokenizer.
-IDLE = {
+# Keys that do not change the outputs of a trained model, or that are read elsewhere (ids by the tokenizer).
+NO_EFFECT = {
     *("_name_or_path", "architectures", "model_type", "dtype", "transformers_version"),
     *("output_attentions", "output_hidden_states", "return_dict", "use_cache", "is_encoder_decoder"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "forced_eos_token_id", "id2label", "label2id"),
-    *("initializer_range", "initializer_factor", "init_std", "axial_norm_std"),  # how training began
+    *("initializer_range", "initializer_factor", "init_std", "axial_norm_std"),  # initialisation
     *("embd_pdrop", "classifier_dropout", "encoder_layerdrop", "decoder_layerdrop"),  # training
-    *("chunk_size_feed_forward", "chunk_size_lm_head", "pretraining_tp", "reorder_and_upcast_attn"),  # how, not what
-    *("problem_type", "is_decoder"),  # of heads and uses that the architecture does not have
+    *("chunk_size_feed_forward", "chunk_size_lm_head", "pretraining_tp", "reorder_and_upcast_attn"),  # speed, memory
+    *("problem_type", "is_decoder"),  # of other heads and uses
 }
-IDLE_OF = {
-    "marian": {"decoder_vocab_size"},  # where the embeddings are shared
+NO_EFFECT_OF = {
+    "marian": {"decoder_vocab_size"},  # the embeddings are shared
     "gpt2": {
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),  # of other heads
         *("summary_type", "summary_use_proj"),
     },
-    "t5": {"dense_act_fn", "is_gated_act"},  # made from feed_forward_proj
+    "t5": {"dense_act_fn", "is_gated_act"},  # derived from feed_forward_proj
     "reformer": {
         *("local_attention_probs_dropout_prob", "local_attn_chunk_length", "local_num_chunks_after"),
         *("local_num_chunks_before", "num_hidden_layers", "hash_seed", "tie_word_embeddings"),
     },
     "vit": {"encoder_stride", "pooler_act", "pooler_output_size"},
 }
-MADE = {"bert": "bert-classes", "llama": "llama-3"}
+MODEL_NAMES = {"bert": "bert-classes", "llama": "llama-3"}
 
 
-class Recorded(dict):
+class RecordingDict(dict):
     """A config.json that records which keys were read."""
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -183,20 +185,20 @@ class Recorded(dict):
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"transfo-xl"}))
-def test_every_key_is_read_refused_or_idle(name, tmp_path):
+def test_every_key_is_read_refused_or_has_no_effect(name, tmp_path):
     pytest.importorskip("transformers")
     family = FAMILIES[name]
-    model = make(MADE.get(name, name), tmp_path / "hf")
+    model = make(MODEL_NAMES.get(name, name), tmp_path / "hf")
     theirs = model.config.to_dict()
-    hf = Fields(Recorded(theirs), "here")
+    hf = Fields(RecordingDict(theirs), "here")
     config = family.read(hf, type(model).__name__, "end")
     family.weights(config, hf)
     family.aliases(hf)
-    assert theirs.keys() - hf.data.read - IDLE - IDLE_OF.get(name, set()) == set()
-    assert family.write(config).keys() <= theirs.keys()  # no key is made up
+    assert theirs.keys() - hf.data.read - NO_EFFECT - NO_EFFECT_OF.get(name, set()) == set()
+    assert family.write(config).keys() <= theirs.keys()
 
 
-def test_labels_are_those_of_id2label():
+def test_labels_are_read_from_and_written_to_id2label():
     config = shrunk("vit-base")
     names = [f"name {number}" for number in range(7)]
     hf = Fields({"id2label": {str(n): name for n, name in enumerate(names)}}, "here")

@@ -1,4 +1,4 @@
-"""Every family is read with equal outputs and written with equal weights; everything unsupported is an error."""
+"""Every family is imported with equal outputs and exported with equal weights; unsupported settings are errors."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory):
-    """The directory and the model of a family, created once."""
-    root, made = tmp_path_factory.mktemp("hub"), {}
+    """A function that returns directory and model of a family, created once."""
+    root = tmp_path_factory.mktemp("hub")
+    models = {}
 
     def get(name: str):
-        if name not in made:
-            made[name] = (root / name, make(name, root / name))
-        return made[name]
+        if name not in models:
+            models[name] = (root / name, make(name, root / name))
+        return models[name]
 
     return get
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_read_and_written_again(name, hub, tmp_path):
+def test_import_keeps_outputs_and_export_keeps_weights(name, hub, tmp_path):
     path, model = hub(name)
     report = from_hf(path, tmp_path / "run", 4, quiet)
     assert report.proof is not None and report.proof.difference < 1e-5
@@ -49,11 +50,12 @@ def test_read_and_written_again(name, hub, tmp_path):
     samples = draw_samples(run.config, 6)[:1]
     for ours, theirs in zip(our_outputs(run.model, samples), their_outputs(model, run.config, samples), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
-        assert theirs.std() > 0.1  # there is something to compare
+        assert theirs.std() > 0.1  # the outputs are not constant
     back = to_hf(run, tmp_path / "hf", 4, quiet)
     assert back.proof is not None and back.proof.difference < 1e-5
     assert back.architecture == type(model).__name__
-    before, after = load_file(path / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    before = load_file(path / "model.safetensors")
+    after = load_file(tmp_path / "hf" / "model.safetensors")
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(tensor, after[key]), key
@@ -63,26 +65,26 @@ def test_read_and_written_again(name, hub, tmp_path):
     assert again.parameters == report.parameters
     last = Run.load(tmp_path / "again").config
     assert last.start_id == run.config.start_id
-    assert last.model_copy(update={"ids": run.config.ids}) == run.config  # where there is no token, another stands in
+    assert last.model_copy(update={"ids": run.config.ids}) == run.config  # missing special ids are filled with others
 
 
 def task_of(name: str) -> str:
-    """The task of a converted model; a model for vectors is a masked LM without its head."""
+    """The task of a converted model; bert-vectors is a masked LM without its head."""
     tasks = {"bert-classes": "classify", "bert-vectors": "masked", "bert-masked": "masked", "vit": "image"}
     return tasks.get(name, "pairs" if name.startswith(("marian", "t5")) else "lm")
 
 
 @pytest.mark.parametrize("name", [*BOTH, *DECODERS, *ENCODERS])
-def test_every_preset_is_written_or_refused_with_a_reason(name, tmp_path):
+def test_every_preset_is_exported_or_refused_with_a_reason(name, tmp_path):
     config = shrunk(name)
     if config.patches is not None:
         config = shrunk(name, changes={"encoder": {"max_length": 1 + config.patches.count}})
     codec = Codec(Tokenizer.train("char", ["abcdefg"]), frame=config.frame)
     run = Run(config, codec, build(config), tmp_path / name)
-    reason = why_not(config)
+    reason = reason_against_export(config)
     if reason is None:
         report = to_hf(run, tmp_path / "hf", 4, quiet)
-        if report.details["model_type"] != "transfo-xl":  # which transformers has no more
+        if report.details["model_type"] != "transfo-xl":  # removed from transformers
             assert report.proof is not None and report.proof.difference < 1e-5
         return
     with pytest.raises(UserError, match="no counterpart") as error:
@@ -91,8 +93,8 @@ def test_every_preset_is_written_or_refused_with_a_reason(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def why_not(config: Config) -> str | None:
-    """Configs without a model in transformers."""
+def reason_against_export(config: Config) -> str | None:
+    """The setting that no model of transformers supports, if any."""
     stack = config.decoder or config.encoder
     if stack.recurrent:
         return f"mixer={stack.mixer}"
@@ -101,7 +103,7 @@ def why_not(config: Config) -> str | None:
     return None
 
 
-def test_settings_without_effect_are_not_in_the_way(tmp_path):
+def test_settings_without_effect_do_not_prevent_export(tmp_path):
     idle = {"output": "classes", "classes": 3, "pooler": True, "tie_output": False, "start": "eos"}
     config = shrunk("bert-base", changes=idle)
     run = Run(config, Codec(Tokenizer.train("char", ["abc"]), frame="both"), build(config), tmp_path / "run")
@@ -109,14 +111,14 @@ def test_settings_without_effect_are_not_in_the_way(tmp_path):
     assert report.architecture == "BertForSequenceClassification" and report.proof is not None
 
 
-def test_pruned_heads_have_no_place_there(tmp_path):
+def test_pruned_heads_are_not_exported(tmp_path):
     config = shrunk("gpt2", changes={"decoder": {"kept_heads": [[0], [0, 1]]}})
     run = Run(config, Codec(Tokenizer.train("char", ["abc"])), build(config), tmp_path / "run")
     with pytest.raises(UserError, match=r"gpt2.*\n.*decoder.kept_heads="):
         to_hf(run, tmp_path / "hf", 2, quiet)
 
 
-def test_generation_there_and_here_is_the_same(hub, tmp_path):
+def test_greedy_search_equals_transformers(hub, tmp_path):
     path, model = hub("marian")
     from_hf(path, tmp_path / "run", 1, quiet)
     run = regard.load(tmp_path / "run")
@@ -124,11 +126,11 @@ def test_generation_there_and_here_is_the_same(hub, tmp_path):
     ids = torch.tensor([[5, 6, 7, 8, 0]])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=8)
     theirs = out[0, 1:].tolist()
-    length = min(len(theirs), len(best.ids)) - 1  # the last is forced there when there is no more room
+    length = min(len(theirs), len(best.ids)) - 1  # transformers forces the end token at the limit
     assert length > 3 and list(best.ids[:length]) == theirs[:length]
 
 
-def test_without_a_tokenizer_a_text_is_ids(hub, tmp_path):
+def test_without_tokenizer_files_a_text_consists_of_ids(hub, tmp_path):
     path, _ = hub("llama-2")
     notes: list[str] = []
     from_hf(path, tmp_path / "run", 1, notes.append)
@@ -139,7 +141,7 @@ def test_without_a_tokenizer_a_text_is_ids(hub, tmp_path):
     assert codec.source.encode(["12 7\n", "12\r\n7\n\n39", "12\u2028 7\t39\x85"]) == [[12, 7], [12, 7, 39], [12, 7, 39]]
 
 
-def test_the_proof_is_recorded(hub, tmp_path):
+def test_the_proof_is_recorded_in_the_run_and_its_model_card(hub, tmp_path):
     path, _ = hub("vit")
     report = from_hf(path, tmp_path / "run", 3, quiet)
     record = json.loads((tmp_path / "run" / RECORD).read_text())
@@ -152,7 +154,7 @@ def test_the_proof_is_recorded(hub, tmp_path):
     assert run.pixels is not None and run.pixels.scale == pytest.approx((127.5,) * 3)
 
 
-def test_a_difference_stops_everything(hub, tmp_path, monkeypatch):
+def test_different_outputs_stop_the_conversion(hub, tmp_path, monkeypatch):
     path, _ = hub("gpt2")
     shutil.copytree(path, tmp_path / "hf")
     monkeypatch.setitem(ACTIVATIONS, "gelu_new", "relu")
@@ -161,7 +163,7 @@ def test_a_difference_stops_everything(hub, tmp_path, monkeypatch):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
 
 
-def test_without_transformers_nothing_is_claimed(hub, tmp_path, monkeypatch):
+def test_without_transformers_the_report_says_not_proven(hub, tmp_path, monkeypatch):
     path, _ = hub("t5")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     report = from_hf(path, tmp_path / "run", 4, quiet)
@@ -170,7 +172,7 @@ def test_without_transformers_nothing_is_claimed(hub, tmp_path, monkeypatch):
     assert to_hf(Run.load(tmp_path / "run"), tmp_path / "hf", 4, quiet).proof is None
 
 
-def test_the_command_line(hub, tmp_path):
+def test_convert_on_the_command_line(hub, tmp_path):
     path, _ = hub("bert-masked")
     result = call("convert", path, tmp_path / "run", "--samples", 2, "--json")
     assert result.code == 0, result.err
@@ -190,7 +192,7 @@ def test_the_command_line(hub, tmp_path):
         assert not (tmp_path / "new").exists()
 
 
-def test_out_may_be_an_empty_directory(hub, tmp_path):
+def test_the_output_directory_may_exist_if_empty(hub, tmp_path):
     path, _ = hub("t5")
     (tmp_path / "run").mkdir()
     from_hf(path, tmp_path / "run", 1, quiet)
@@ -226,7 +228,7 @@ def read(path: Path) -> dict:
         ("vit", {"qkv_bias": False}, "qkv_bias False is not supported"),
     ],
 )
-def test_unsupported_settings_are_named(name, changes, message, hub, tmp_path):
+def test_unsupported_settings_are_named_in_the_error(name, changes, message, hub, tmp_path):
     path, _ = hub(name)
     shutil.copytree(path, tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(read(path) | changes))
@@ -235,7 +237,7 @@ def test_unsupported_settings_are_named(name, changes, message, hub, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_older_settings_of_rotary_positions(hub, tmp_path):
+def test_rope_scaling_of_older_configs_is_read(hub, tmp_path):
     path, _ = hub("llama-3")
     shutil.copytree(path, tmp_path / "hf")
     settings = read(path)
@@ -247,7 +249,7 @@ def test_older_settings_of_rotary_positions(hub, tmp_path):
     assert Run.load(tmp_path / "run").config.decoder.rotary.factor == 8
 
 
-def test_labels_keep_their_names(hub, tmp_path):
+def test_label_names_survive_import_and_export(hub, tmp_path):
     path, _ = hub("bert-classes")
     shutil.copytree(path, tmp_path / "hf")
     names = ["good", "bad", "so so", "no", "yes"]

@@ -16,7 +16,7 @@ from regard.convert.hf import from_hf
 
 pytest.importorskip("transformers")
 SEED = 13
-# Models with the tokenizer files of their family, and some without any.
+# Model -> family of its tokenizer files, or none.
 MODELS = {
     "marian": "marian", "bert-masked": "bert", "bert-classes": "bert", "gpt2": "gpt2", "t5": "t5", "llama-2": "llama",
     "llama-3": "", "reformer": "", "vit": "", "bert-vectors": "",
@@ -25,11 +25,12 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    place, texts = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("texts")
+    place = tmp_path_factory.mktemp("hf")
+    texts = tmp_path_factory.mktemp("texts")
     pad = kinds.make("marian", texts / "marian")["decoder_start_token_id"]
     changes = {"vocab_size": pad + 1, "pad_token_id": pad, "decoder_start_token_id": pad}
     for name, kind in MODELS.items():
-        with pytest.MonkeyPatch.context() as patch:  # the model has as many tokens as its tokenizer
+        with pytest.MonkeyPatch.context() as patch:  # give the model the vocabulary size of its tokenizer
             patch.setitem(hf.MODELS, "marian", lambda t: hf.marian(t, **changes))
             make(name, place / name)
         if kind:
@@ -38,7 +39,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             shutil.copytree(texts / kind, place / name, dirs_exist_ok=True)
     make("gpt2", place / "parts", max_shard_size="8kB")
     for base in place.iterdir():
-        from_hf(base, texts / "runs" / base.name, 1, quiet)  # what is loaded at first use need not be in every child
+        from_hf(base, texts / "runs" / base.name, 1, quiet)  # load lazy imports before forking the children
     return sorted(place.iterdir())
 
 
@@ -53,11 +54,11 @@ def check(bases: list[Path], place: Path, cases: range) -> None:
     assert counts["refused"] > len(cases) / 3
 
 
-def test_mutated_directories_are_refused(bases: list[Path], tmp_path: Path) -> None:
+def test_mutated_directories_are_converted_or_refused(bases: list[Path], tmp_path: Path) -> None:
     check(bases, tmp_path, range(40))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, 2000, 250))
-def test_many_mutated_directories_are_refused(bases: list[Path], tmp_path: Path, start: int) -> None:
+def test_many_mutated_directories_are_converted_or_refused(bases: list[Path], tmp_path: Path, start: int) -> None:
     check(bases, tmp_path, range(start, start + 250))

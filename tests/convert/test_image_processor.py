@@ -1,4 +1,4 @@
-"""Pixels are normalised like the image processor of a directory does."""
+"""Pixels are normalised as by the image processor of the directory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from regard.errors import UserError
 CONFIG = shrunk("vit-base")
 
 
-def prepared(image: np.ndarray, settings: dict) -> np.ndarray:
-    """The steps of an image processor, in its order."""
+def normalised(image: np.ndarray, settings: dict) -> np.ndarray:
+    """The reference: the steps of an image processor, in its order."""
     x = image * settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else image
     if not settings.get("do_normalize", True):
         return x
@@ -33,14 +33,14 @@ def prepared(image: np.ndarray, settings: dict) -> np.ndarray:
         {"rescale_factor": 0.01},
     ],
 )
-def test_pixels_come_out_the_same(settings, tmp_path):
+def test_pixels_are_normalised_as_by_the_image_processor(settings, tmp_path):
     if settings:
         (tmp_path / IMAGE_PROCESSOR).write_text(json.dumps(settings))
     pixels = read_image_processor(tmp_path, CONFIG.patches)
     image = np.random.default_rng(1).integers(0, 256, (1, 3, 6, 4))
-    np.testing.assert_allclose(pixels(image)[0], prepared(image[0], settings), rtol=1e-4, atol=1e-5)
-    written = image_processor(pixels, CONFIG.patches)
-    np.testing.assert_allclose(prepared(image[0], written), pixels(image)[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(pixels(image)[0], normalised(image[0], settings), rtol=1e-4, atol=1e-5)
+    exported = image_processor(pixels, CONFIG.patches)
+    np.testing.assert_allclose(normalised(image[0], exported), pixels(image)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_pixels_come_out_the_same(settings, tmp_path):
         ({"do_rescale": "no"}, "do_rescale must be true or false"),
     ],
 )
-def test_wrong_settings_are_errors(settings, message, tmp_path):
+def test_invalid_settings_are_refused(settings, message, tmp_path):
     (tmp_path / IMAGE_PROCESSOR).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=message):
         read_image_processor(tmp_path, CONFIG.patches)

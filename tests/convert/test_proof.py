@@ -35,7 +35,7 @@ from regard.run import Run, weights_of
 transformers = pytest.importorskip("transformers")
 
 FAMILIES = ("marian", "bert-masked", "bert-classes", "gpt2", "t5-1.1", "llama-3", "reformer", "vit")
-# Values of fields that the type of a field does not tell.
+# Values for fields whose type does not list any.
 OTHERS: dict[str, list[Any]] = {"kept_heads": [[[0], [0]]], "kept_cross_heads": [[[0], [0]]]}
 
 
@@ -64,11 +64,11 @@ def other_values(name: str, value: Any, annotation: Any, length: int) -> list[An
         return [value + 1, value - 1, 2 * value, value // 2]
     if isinstance(value, float):
         return [value * 10, value * 1.1, value / 2]
-    return OTHERS.get(name, [1, 3, length - 2])  # of None
+    return OTHERS.get(name, [1, 3, length - 2])  # the value is None
 
 
 def variants(config: Config, length: int) -> Iterator[tuple[str, Config]]:
-    """Variants of the config with one field changed, if the change is valid and has an effect."""
+    """Valid variants of the config with one field changed to an effective value."""
     fields = effective_fields(config)
     for path, value, annotation in leaves(config):
         for other in other_values(path[-1], value, annotation, length):
@@ -84,14 +84,14 @@ def variants(config: Config, length: int) -> Iterator[tuple[str, Config]]:
 
 
 def without_effect(setting: str, config: Config) -> bool:
-    """Whether a field belongs to a missing part, or affects only greedy outputs or hashed inputs."""
+    """Whether a field belongs to a missing stack, or affects only greedy outputs or hashing."""
     unused = ["encoder.cross", "encoder.kept_cross", "start=", "ids."]
     if len(config.stacks) == 1:
         unused += ["decoder.cross", "decoder.kept_cross"]
         unused.append("source_vocab" if config.encoder is None else "target_vocab")
-    if config.top.mixer == "lsh":  # hashes are random; tests/nn/test_lsh.py compares them where they are the same
+    if config.top.mixer == "lsh":  # hashes are random; tests/nn/test_lsh.py covers them
         unused.append("decoder.lsh")
-    if config.top.axial is not None:  # whose rows and columns are the limit
+    if config.top.axial is not None:  # rows and columns set the limit
         unused.append("decoder.max_length")
     return setting.startswith(tuple(unused))
 
@@ -101,35 +101,38 @@ def shapes(config: Config) -> dict[str, torch.Size]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_field_is_noticed(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("regard.convert.proof.LONG_TOKENS", 128)  # faster
+def test_the_proof_detects_a_change_of_any_field(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("regard.convert.proof.LONG_TOKENS", 128)  # for speed
     model_class = type(make(name, tmp_path))
-    opened = open_model(tmp_path, quiet)
-    config, batches = opened.config, draw_samples(opened.config, 3)
+    source = open_model(tmp_path, quiet)
+    config = source.config
+    batches = draw_samples(config, 3)
     probe = allocate(on_meta(config)).eval()
     fill_weights(probe, lambda: our_outputs(probe, batches[-1:]))
-    tensors = their_tensors(opened.family, opened.architecture, opened.table, probe)
+    tensors = their_tensors(source.family, source.architecture, source.table, probe)
     theirs = load_theirs(model_class, tmp_path, tensors)
     expected = their_outputs(theirs, config, batches)
     assert largest_difference(our_outputs(probe, batches), expected) < TOLERANCE / 2
     longest = max(batch["input_ids"].shape[1] for batch in batches) if "input_ids" in batches[0] else 4
-    unnoticed, compared, known = [], 0, shapes(config)
+    unnoticed = []
+    comparisons = 0
+    original_shapes = shapes(config)
     for setting, changed in variants(config, longest):
-        if shapes(changed) != known or without_effect(setting, config):
-            continue  # the weights of a directory would not fit
+        if shapes(changed) != original_shapes or without_effect(setting, config):
+            continue  # with other shapes, loading the weights fails
         if changed.patches != config.patches:
             with pytest.raises(UserError, match="does not accept inputs"):
                 their_outputs(theirs, changed, draw_samples(changed, 1))
             continue
         difference = largest_difference(outputs_with(probe, changed, batches), expected)
-        compared += 1
+        comparisons += 1
         if difference <= TOLERANCE:
             unnoticed.append(f"{setting}: {difference:.2g}")
-    assert not unnoticed and compared > 5
+    assert not unnoticed and comparisons > 5
 
 
 def outputs_with(probe: Model, config: Config, batches: Any) -> list[torch.Tensor]:
-    """The outputs of a model with another config and the same weights."""
+    """The outputs of a model with another config and the weights of the probe."""
     model = allocate(on_meta(config)).eval()
     with torch.no_grad():
         for name, x in weights_of(model).items():
@@ -147,7 +150,7 @@ def outputs_with(probe: Model, config: Config, batches: Any) -> list[torch.Tenso
         ("t5", {"decoder": {"cross_window": 510}}),
     ],
 )
-def test_a_setting_read_wrongly_stops_the_conversion(name, changes, tmp_path, monkeypatch):
+def test_a_misread_setting_stops_the_conversion(name, changes, tmp_path, monkeypatch):
     make(name, tmp_path / "hf")
     parse = family.parse
     monkeypatch.setattr(family, "parse", lambda kind, data, where: parse(kind, merge(data, changes), where))
@@ -165,20 +168,20 @@ def converted(tmp_path: Path):
 
 
 @pytest.mark.parametrize("field", ["start", "eos"])
-def test_other_greedy_outputs_stop_the_conversion(field, converted):
+def test_different_greedy_outputs_stop_the_conversion(field, converted):
     run, _, model = converted
     samples = draw_samples(run.config, 6)[0]
-    produced = int(model.generate(samples["input_ids"][:1], max_new_tokens=5)[0, 3])
-    changes = {"start": "eos"} if field == "start" else {"ids": {"eos": produced}}
+    token = int(model.generate(samples["input_ids"][:1], max_new_tokens=5)[0, 3])
+    changes = {"start": "eos"} if field == "start" else {"ids": {"eos": token}}
     config = Config.model_validate(merge(run.config.model_dump(), changes))
-    changed = replace(run, config=config, model=Model(config).eval())
-    changed.model.load_state_dict(run.model.state_dict())
+    variant = replace(run, config=config, model=Model(config).eval())
+    variant.model.load_state_dict(run.model.state_dict())
     assert compare_greedy(run, model, samples, write_generation(run)) == 6
     with pytest.raises(UserError, match="greedy search gives"):
-        compare_greedy(changed, model, samples, write_generation(run))
+        compare_greedy(variant, model, samples, write_generation(run))
 
 
-def test_ids_that_only_one_of_them_suppresses_stop_the_conversion(converted):
+def test_tokens_suppressed_only_by_transformers_stop_the_conversion(converted):
     run, _, model = converted
     samples = draw_samples(run.config, 6)[0]
     model.generation_config.suppress_tokens = list(range(2, 30))
@@ -186,7 +189,7 @@ def test_ids_that_only_one_of_them_suppresses_stop_the_conversion(converted):
         compare_greedy(run, model, samples, write_generation(run))
 
 
-def test_what_transformers_raises_is_no_fault_of_ours(converted, monkeypatch):
+def test_errors_of_transformers_name_transformers(converted, monkeypatch):
     run, _, model = converted
 
     def fail(*args: Any, **options: Any) -> None:
@@ -203,23 +206,23 @@ def test_what_transformers_raises_is_no_fault_of_ours(converted, monkeypatch):
         their_outputs(model, run.config, [samples])
 
 
-def test_the_long_sample_is_as_long_as_the_model_allows(tmp_path):
+def test_the_long_sample_has_the_maximum_length_of_the_model(tmp_path):
     def lengths(name: str) -> list[int]:
         make(name, tmp_path / name)
         return [batch["input_ids"].shape[1] for batch in draw_samples(open_model(tmp_path / name, quiet).config, 2)]
 
     assert lengths("gpt2") == [24, 30] and lengths("t5") == [24, 512]
-    assert lengths("reformer") == [16]  # a chunk
+    assert lengths("reformer") == [16]  # the length of a chunk
 
 
-def test_what_is_not_a_number_is_no_proof():
+def test_nan_and_different_lengths_fail_the_proof():
     nan = [torch.tensor([1.0, float("nan")])]
     assert not Proof(1, largest_difference(nan, [torch.ones(2)]), TOLERANCE, "").holds
     assert Proof(1, largest_difference([torch.ones(2)], [torch.ones(2)]), TOLERANCE, "").holds
     assert not Proof(1, largest_difference([torch.ones(2)], [torch.ones(3)]), TOLERANCE, "").holds
 
 
-def test_without_transformers_what_was_written_is_read_again(converted, tmp_path, monkeypatch):
+def test_without_transformers_the_export_is_verified_by_importing_it(converted, tmp_path, monkeypatch):
     run, *_ = converted
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     report = to_hf(run, tmp_path / "out", 2, quiet)

@@ -1,4 +1,4 @@
-"""Untrusted directories: sharded, pickled, with old names, broken, or malicious."""
+"""Reading Hugging Face directories: sharded, pickled, with old weight names, damaged, or malicious."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def same(a: Path, b: Path) -> None:
-    before, after = weights(a), weights(b)
+    before = weights(a)
+    after = weights(b)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_one_file_several_and_pickled_are_the_same(gpt2, tmp_path):
+def test_single_sharded_and_pickled_weights_give_the_same_run(gpt2, tmp_path):
     from_hf(gpt2, tmp_path / "one", 1, quiet)
     make("gpt2", tmp_path / "parts", max_shard_size="8kB")
     assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 1
@@ -50,7 +51,7 @@ def test_one_file_several_and_pickled_are_the_same(gpt2, tmp_path):
 
     shutil.copytree(gpt2, tmp_path / "bin")
     tensors = load_file(tmp_path / "bin" / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["transformer.wte.weight"]  # as such files have it: a second name
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"]  # old files store tied weights under both names
     (tmp_path / "bin" / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
     log: list[str] = []
@@ -59,7 +60,7 @@ def test_one_file_several_and_pickled_are_the_same(gpt2, tmp_path):
     same(tmp_path / "one", tmp_path / "pickled")
 
 
-def test_a_pickle_that_would_run_something_is_not_read(copy, tmp_path):
+def test_a_pickle_that_would_execute_code_is_refused(copy, tmp_path):
     (copy / "model.safetensors").unlink()
     trace = tmp_path / "ran"
     torch.save({"transformer.wte.weight": Evil(str(trace))}, copy / "pytorch_model.bin")
@@ -85,11 +86,11 @@ def test_half_precision_becomes_float32(gpt2, copy, tmp_path):
     log: list[str] = []
     from_hf(copy, tmp_path / "run", 2, log.append)
     assert "weights in bfloat16 are converted to float32" in log
-    found = weights(tmp_path / "run")["decoder.norm.weight"]
-    assert found.dtype == torch.float32 and torch.equal(found, tensors["transformer.ln_f.weight"].float())
+    weight = weights(tmp_path / "run")["decoder.norm.weight"]
+    assert weight.dtype == torch.float32 and torch.equal(weight, tensors["transformer.ln_f.weight"].float())
 
 
-def test_names_without_prefix_old_buffers_and_untied_output(gpt2, copy, tmp_path):
+def test_unprefixed_names_old_buffers_and_untied_output_are_read(gpt2, copy, tmp_path):
     tensors = {name.removeprefix("transformer."): x for name, x in load_file(copy / "model.safetensors").items()}
     tensors |= {
         "h.0.attn.bias": torch.ones(1, 1, 30, 30, dtype=torch.uint8),
@@ -107,7 +108,7 @@ def test_names_without_prefix_old_buffers_and_untied_output(gpt2, copy, tmp_path
     assert report.proof is not None and not Run.load(tmp_path / "untied").config.tie_output
 
 
-def test_old_names_of_norms(tmp_path):
+def test_gamma_and_beta_are_read_as_names_of_norm_weights(tmp_path):
     make("bert-masked", tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
@@ -122,7 +123,7 @@ def test_old_names_of_norms(tmp_path):
     assert "not needed: bert.pooler.dense.bias, bert.pooler.dense.weight, cls.seq_relationship.bias and 1 more" in log
 
 
-def test_all_misfits_are_one_error(copy, tmp_path):
+def test_one_error_lists_every_mismatched_weight(copy, tmp_path):
     tensors = load_file(copy / "model.safetensors")
     del tensors["transformer.h.0.ln_1.weight"], tensors["transformer.h.1.mlp.c_fc.bias"]
     tensors["transformer.h.2.ln_1.weight"] = torch.zeros(16)
@@ -142,7 +143,7 @@ def test_all_misfits_are_one_error(copy, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".."])
-def test_an_index_names_only_files_beside_it(name, copy, tmp_path):
+def test_an_index_may_name_only_files_in_its_directory(name, copy, tmp_path):
     (copy / "model.safetensors").rename(tmp_path / "secret.safetensors")
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"transformer.wte.weight": name}}))
     with pytest.raises(UserError, match=r"is not the name of a file in the same directory|are missing"):
@@ -159,8 +160,9 @@ def test_a_link_out_of_the_directory_is_refused(file, copy, tmp_path):
         from_hf(copy, tmp_path / "run", 1, quiet)
 
 
-def test_the_links_of_a_download_cache_are_followed(copy, tmp_path):
-    blobs, snapshot = tmp_path / "repo" / "blobs", tmp_path / "repo" / "snapshots" / "123"
+def test_symlinks_of_a_download_cache_are_followed(copy, tmp_path):
+    blobs = tmp_path / "repo" / "blobs"
+    snapshot = tmp_path / "repo" / "snapshots" / "123"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for number, file in enumerate(copy.iterdir()):
@@ -170,7 +172,7 @@ def test_the_links_of_a_download_cache_are_followed(copy, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-def test_code_is_ignored_with_a_note(copy, tmp_path):
+def test_model_code_is_ignored_with_a_note(copy, tmp_path):
     settings = json.loads((copy / "config.json").read_text())
     code = {"auto_map": {"AutoModel": "modeling.Evil"}, "trust_remote_code": True}
     (copy / "config.json").write_text(json.dumps(settings | code))

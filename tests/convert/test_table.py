@@ -1,4 +1,4 @@
-"""Weight tables: the directions are inverse, and an unused name is an error."""
+"""Weight tables: export and import are inverse, and an unused name is an error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_export_and_import_are_inverse(seed):
     assert set(theirs) == {name for rule in expand(TABLE, ours) for name in rule.theirs}
 
 
-def test_what_a_row_does():
+def test_rows_scale_reshape_concatenate_and_transpose():
     ours = parameters(1)
     theirs = export_weights(ours, TABLE)
     assert torch.equal(theirs["norm.weight"], ours["norm.weight"] * 4)
@@ -72,15 +72,16 @@ def test_what_a_row_does():
     assert not any(name.startswith(("gate", "layer.2.")) for name in theirs)
 
 
-def test_several_names_are_concatenated():
-    keys, values = torch.randn(6, 4), torch.randn(6, 4)
+def test_several_names_of_theirs_are_concatenated_into_one_of_ours():
+    keys = torch.randn(6, 4)
+    values = torch.randn(6, 4)
     ours = {"x.blocks.0.key_value.weight": torch.zeros(12, 4)}
     table = {("a.{n}.k", "a.{n}.v"): "x.blocks.{n}.key_value"}
     import_weights(ours, table, {"a.0.k.weight": keys, "a.0.v.weight": values}.__getitem__)
     assert torch.equal(ours["x.blocks.0.key_value.weight"], torch.cat((keys, values)))
 
 
-def test_every_name_must_be_used():
+def test_unused_missing_and_misshapen_names_are_one_error():
     ours = parameters(1)
     theirs = export_weights(ours, TABLE)
     del theirs["emb.weight"]

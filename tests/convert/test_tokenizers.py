@@ -1,4 +1,4 @@
-"""Foreign tokenizers give the same ids and texts as their libraries, except for typed special tokens."""
+"""Imported tokenizers give the ids and texts of their libraries, except that special tokens in a text stay text."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ PARTS = [
     "½",
     "\xa0",
 ]
-# What a normalizer of SentencePiece does with letters and combining characters is only alike for composed text.
+# Texts are composed (NFC): otherwise our normalizer and that of SentencePiece may differ.
 texts = st.lists(st.sampled_from(PARTS) | st.text(max_size=4), max_size=8).map(
     lambda parts: unicodedata.normalize("NFC", "".join(parts)).replace(HIDDEN, "")
 )
-typed = st.lists(st.sampled_from([*SPECIALS, *PARTS]), max_size=6).map("".join)
-many = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+texts_with_specials = st.lists(st.sampled_from([*SPECIALS, *PARTS]), max_size=6).map("".join)
+many_examples = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def spm(path: Path, corpus: list[str], **options: Any) -> None:
@@ -110,7 +110,7 @@ def two_sides(path: Path) -> None:
         sentencepiece.SentencePieceProcessor(model_file=str(path / f"{side}.spm")) for side in ("source", "target")
     ]
     pieces = [side.id_to_piece(index) for side in sides for index in range(3, side.get_piece_size())]
-    missing = set(pieces[-3:])  # as in real ones, some pieces have no number
+    missing = set(pieces[-3:])  # in real vocabularies, too, some pieces have no id
     names = [
         "</s>",
         "<unk>",
@@ -160,8 +160,8 @@ FRAMES = {"bert": "both", "gpt2": "none", "marian": "end", "t5": "end", "llama":
 FORMS = {"t5": ("spiece.model", False), "llama": ("tokenizer.model", True)}
 
 
-class Made:
-    """A directory, and the tokenizers read from it."""
+class ImportedTokenizer:
+    """A directory and the codec read from it."""
 
     def __init__(self, kind: str, path: Path) -> None:
         self.kind, self.path = kind, path / kind
@@ -173,23 +173,26 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
-    path = tmp_path_factory.mktemp("made")
-    return {kind: Made(kind, path) for kind in FRAMES}
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImportedTokenizer]:
+    path = tmp_path_factory.mktemp("tokenizers")
+    return {kind: ImportedTokenizer(kind, path) for kind in FRAMES}
 
 
 @pytest.fixture(scope="module")
-def theirs(made: dict[str, Made]) -> dict[str, Any]:
+def theirs(imported: dict[str, ImportedTokenizer]) -> dict[str, Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one of them recommends a package
-        return {kind: getattr(transformers, name).from_pretrained(made[kind].path) for kind, name in CLASSES.items()}
+        warnings.simplefilter("ignore")  # transformers recommends to install a package
+        return {
+            kind: getattr(transformers, name).from_pretrained(imported[kind].path) for kind, name in CLASSES.items()
+        }
 
 
 @given(text=texts, kind=st.sampled_from(sorted(CLASSES)))
-@many
-def test_ids_and_text_are_those_of_transformers(made, theirs, text: str, kind: str) -> None:
+@many_examples
+def test_ids_and_text_equal_transformers(imported, theirs, text: str, kind: str) -> None:
     assume(not any(name in text for name in SPECIALS))
-    ours, other = made[kind], theirs[kind]
+    ours = imported[kind]
+    other = theirs[kind]
     ids = other(text)["input_ids"]
     assert ours.ids(text) == ids
     if not ours.codec.source.unknown(ids):
@@ -199,10 +202,10 @@ def test_ids_and_text_are_those_of_transformers(made, theirs, text: str, kind: s
 
 
 @given(text=texts, kind=st.sampled_from(sorted(FORMS)))
-@many
-def test_ids_and_text_are_those_of_sentencepiece(made, text: str, kind: str) -> None:
+@many_examples
+def test_ids_and_text_equal_sentencepiece(imported, text: str, kind: str) -> None:
     name, before = FORMS[kind]
-    ours = made[kind]
+    ours = imported[kind]
     other = sentencepiece.SentencePieceProcessor(model_file=str(ours.path / name))
     ids = other.encode(text)
     assert ours.ids(text) == ([other.bos_id(), *ids] if before else [*ids, other.eos_id()])
@@ -211,27 +214,27 @@ def test_ids_and_text_are_those_of_sentencepiece(made, text: str, kind: str) -> 
 
 
 @given(text=st.text("각힣ấệởéザガca ", max_size=6))
-@many
-def test_letters_and_accents_are_composed_as_sentencepiece_does(made, text: str) -> None:
-    other = sentencepiece.SentencePieceProcessor(model_file=str(made["t5"].path / "spiece.model"))
+@many_examples
+def test_decomposed_letters_give_the_ids_of_sentencepiece(imported, text: str) -> None:
+    other = sentencepiece.SentencePieceProcessor(model_file=str(imported["t5"].path / "spiece.model"))
     text = unicodedata.normalize("NFD", text)
-    assert made["t5"].ids(text) == [*other.encode(text), other.eos_id()]
+    assert imported["t5"].ids(text) == [*other.encode(text), other.eos_id()]
 
 
-def test_ids_are_those_of_transformers_where_it_can_read_sentencepiece(made) -> None:
+def test_ids_of_sentencepiece_models_equal_transformers(imported) -> None:
     pytest.importorskip("google.protobuf")
-    theirs = transformers.T5Tokenizer.from_pretrained(made["t5"].path)
+    theirs = transformers.T5Tokenizer.from_pretrained(imported["t5"].path)
     for text in CORPUS[:5] + FRENCH[:3]:
-        assert made["t5"].ids(text.replace("<pad>", "")) == theirs(text.replace("<pad>", ""))["input_ids"]
-    theirs = transformers.LlamaTokenizer.from_pretrained(made["llama"].path)
+        assert imported["t5"].ids(text.replace("<pad>", "")) == theirs(text.replace("<pad>", ""))["input_ids"]
+    theirs = transformers.LlamaTokenizer.from_pretrained(imported["llama"].path)
     for text in CORPUS[:5] + FRENCH[:3]:
-        assert made["llama"].ids(text) == theirs(text)["input_ids"]
+        assert imported["llama"].ids(text) == theirs(text)["input_ids"]
 
 
-@given(text=typed, kind=st.sampled_from(sorted(FRAMES)))
-@many
-def test_what_users_type_is_text(made, text: str, kind: str) -> None:
-    ours = made[kind].codec.source
+@given(text=texts_with_specials, kind=st.sampled_from(sorted(FRAMES)))
+@many_examples
+def test_special_tokens_in_a_text_are_encoded_as_text(imported, text: str, kind: str) -> None:
+    ours = imported[kind].codec.source
     ids = ours.encode([text])[0]
     assert not set(ids) & (ours.special - {ours.ids.unk})
     assert ours.unknown(ids) == len(ours.unknown_tokens(text))
@@ -239,8 +242,9 @@ def test_what_users_type_is_text(made, text: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FRAMES)
-def test_frames_and_ids_are_found(made, kind: str) -> None:
-    ours, notes = made[kind].codec, made[kind].notes
+def test_frame_and_special_ids_of_each_family(imported, kind: str) -> None:
+    ours = imported[kind].codec
+    notes = imported[kind].notes
     assert ours.frame == FRAMES[kind]
     names = {role: ours.source._tokens[index] for role, index in ours.ids.model_dump(exclude_none=True).items()}
     end = "<|endoftext|>"
@@ -254,24 +258,27 @@ def test_frames_and_ids_are_found(made, kind: str) -> None:
             "marian": {"pad": "<pad>", "unk": "<unk>", "sos": "<pad>", "eos": "</s>"},
         }[kind]
     )
-    standing_in = kind in ("gpt2", "llama")
-    assert [note for note in notes if "padding" in note] == notes and bool(notes) == standing_in
+    pad_substituted = kind in ("gpt2", "llama")
+    assert [note for note in notes if "padding" in note] == notes and bool(notes) == pad_substituted
 
 
-def test_a_language_is_a_token_before_the_text(made, theirs) -> None:
+def test_a_language_code_is_one_token(imported, theirs) -> None:
     text = ">>fra<< the cat"
-    assert made["marian"].ids(text) == theirs["marian"](text)["input_ids"]
-    assert made["marian"].codec.source_pieces(made["marian"].ids(text))[0] == ">>fra<<"
+    assert imported["marian"].ids(text) == theirs["marian"](text)["input_ids"]
+    assert imported["marian"].codec.source_pieces(imported["marian"].ids(text))[0] == ">>fra<<"
 
 
-def test_sentinels_count_down_from_the_last(made) -> None:
-    tokens = made["t5"].codec.source
+def test_sentinels_are_the_last_tokens_in_descending_order(imported) -> None:
+    tokens = imported["t5"].codec.source
     assert [tokens._tokens[-1], tokens._tokens[-100]] == ["<extra_id_0>", "<extra_id_99>"]
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "llama"])
-def test_written_back_it_is_the_same_for_transformers_and_for_us(made, kind: str, tmp_path: Path) -> None:
-    ours, side = made[kind], made[kind].codec.source
+def test_an_exported_tokenizer_gives_the_same_ids_in_transformers_and_regard(
+    imported, kind: str, tmp_path: Path
+) -> None:
+    ours = imported[kind]
+    side = ours.codec.source
     assert write_tokenizers(ours.codec, tmp_path, kind) == []
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in (text.replace("<pad> [MASK]", "") for text in CORPUS[:5] + FRENCH[:3]):
@@ -286,9 +293,9 @@ def test_written_back_it_is_the_same_for_transformers_and_for_us(made, kind: str
     assert again.source.encode(CORPUS) == side.encode(CORPUS)
 
 
-def test_two_sides_are_written_apart_without_what_the_model_does_not_know(made, tmp_path: Path) -> None:
-    tokens = made["marian"].codec
-    notes = write_tokenizers(made["marian"].codec, tmp_path, "marian")
+def test_marian_sides_are_exported_separately_without_tokens_unknown_to_the_model(imported, tmp_path: Path) -> None:
+    tokens = imported["marian"].codec
+    notes = write_tokenizers(imported["marian"].codec, tmp_path, "marian")
     assert ["removed" in note for note in notes] == [True, True, False]
     for side, path, corpus in ((tokens.source, tmp_path, CORPUS), (tokens.target, tmp_path / "target", FRENCH)):
         theirs = transformers.AutoTokenizer.from_pretrained(path)
@@ -299,13 +306,15 @@ def test_two_sides_are_written_apart_without_what_the_model_does_not_know(made, 
             assert theirs(text)["input_ids"] == ids
             assert theirs.decode(ids, skip_special_tokens=True) == side.decode(ids) == text
         assert all(max(theirs(text)["input_ids"]) < side.size for text in CORPUS)
-    again, _ = read_tokenizers(tmp_path, "marian", made["marian"].config)
+    again, _ = read_tokenizers(tmp_path, "marian", imported["marian"].config)
     assert (again.ids, again.frame, again.source.size) == (tokens.ids, tokens.frame, tokens.source.size)
 
 
 @pytest.mark.parametrize("scheme", ["char", "space", "word", "byte", "bpe:300", "unigram:300"])
 @pytest.mark.parametrize(("frame", "mask"), [("end", False), ("both", True)])
-def test_what_we_learned_is_the_same_for_transformers(scheme: str, frame: Any, mask: bool, tmp_path: Path) -> None:
+def test_a_trained_tokenizer_gives_the_same_ids_in_transformers(
+    scheme: str, frame: Any, mask: bool, tmp_path: Path
+) -> None:
     tokenizer = Tokenizer.train(scheme, CORPUS, mask=mask)
     codec = Codec(tokenizer, frame=frame)
     assert write_tokenizers(codec, tmp_path, "bert" if mask else "t5") == []
@@ -320,14 +329,14 @@ def test_what_we_learned_is_the_same_for_transformers(scheme: str, frame: Any, m
     assert again.source.encode(CORPUS) == tokenizer.encode(CORPUS)
 
 
-def test_features_have_no_place(tmp_path: Path) -> None:
+def test_a_codec_with_features_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="features"):
         write_tokenizers(Codec(Tokenizer.train("char", ["ab"]), features=["N"]), tmp_path, "t5")
 
 
 @pytest.mark.parametrize("kind", FRAMES)
-def test_a_run_keeps_it(made, kind: str, tmp_path: Path) -> None:
-    codec = made[kind].codec
+def test_an_imported_codec_is_saved_and_loaded_unchanged(imported, kind: str, tmp_path: Path) -> None:
+    codec = imported[kind].codec
     codec.save(tmp_path)
     loaded = Codec.load(tmp_path, parse(TextConfig, codec.config.model_dump(mode="json"), "config.json"))
     assert loaded == codec
@@ -336,57 +345,57 @@ def test_a_run_keeps_it(made, kind: str, tmp_path: Path) -> None:
     assert loaded.encode_target(FRENCH) == codec.encode_target(FRENCH)
 
 
-def test_the_frame_of_a_tokenizer_file_is_found_in_spite_of_padding(made, tmp_path: Path) -> None:
-    library = Library.from_str(made["bert"].codec.source.to_json())
+def test_padding_and_truncation_of_a_tokenizer_file_do_not_change_its_frame(imported, tmp_path: Path) -> None:
+    library = Library.from_str(imported["bert"].codec.source.to_json())
     library.enable_padding(length=16)
     library.enable_truncation(4)
     library.save(str(tmp_path / "tokenizer.json"))
-    read, _ = read_tokenizers(tmp_path, "bert", {})
-    assert (read.frame, read.ids) == ("both", made["bert"].codec.ids)
-    assert read.source.encode(CORPUS) == made["bert"].codec.source.encode(CORPUS)
+    codec, _ = read_tokenizers(tmp_path, "bert", {})
+    assert (codec.frame, codec.ids) == ("both", imported["bert"].codec.ids)
+    assert codec.source.encode(CORPUS) == imported["bert"].codec.source.encode(CORPUS)
 
 
-def test_settings_overrule_the_frame_of_a_file(made, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(made["llama"].codec.source.to_json())
+def test_tokenizer_config_overrides_the_frame_of_tokenizer_json(imported, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(imported["llama"].codec.source.to_json())
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "add_eos_token": true}')
-    read, _ = read_tokenizers(tmp_path, "llama", {})
-    assert read.frame == "end"
-    written = Library.from_str(read.source.to_json()).encode("the cat").ids
-    assert written == [*read.source.encode(["the cat"])[0], read.ids.eos]
+    codec, _ = read_tokenizers(tmp_path, "llama", {})
+    assert codec.frame == "end"
+    exported_ids = Library.from_str(codec.source.to_json()).encode("the cat").ids
+    assert exported_ids == [*codec.source.encode(["the cat"])[0], codec.ids.eos]
 
 
-def test_ids_come_from_names_then_from_the_config(made, tmp_path: Path) -> None:
-    shutil.copytree(made["llama"].path, tmp_path, dirs_exist_ok=True)
+def test_named_special_tokens_take_precedence_over_ids_of_the_config(imported, tmp_path: Path) -> None:
+    shutil.copytree(imported["llama"].path, tmp_path, dirs_exist_ok=True)
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<unk>"}, "eos_token": "<s>"}')
-    read, notes = read_tokenizers(tmp_path, "llama", {"eos_token_id": [2, 1, 7], "pad_token_id": -1})
-    assert read.ids == SpecialIds(pad=0, unk=0, sos=1, eos=1)
+    codec, notes = read_tokenizers(tmp_path, "llama", {"eos_token_id": [2, 1, 7], "pad_token_id": -1})
+    assert codec.ids == SpecialIds(pad=0, unk=0, sos=1, eos=1)
     assert [note for note in notes if "2, 7" in note] == notes != []
 
 
-def test_tokens_without_a_row_are_unknown(made) -> None:
-    full = made["t5"].codec.source
-    read, notes = read_tokenizers(made["t5"].path, "t5", {"vocab_size": 40})
-    assert read.source.size == 40 and "tokens with higher ids" in notes[0]
-    cut = [[index if index < 40 else full.ids.unk for index in row] for row in full.encode(CORPUS)]
-    assert read.source.encode(CORPUS) == cut
-    assert len(read.source.unknown_tokens(CORPUS[0])) == read.source.unknown(cut[0]) > 0
+def test_tokens_beyond_the_vocabulary_size_become_unknown(imported) -> None:
+    full = imported["t5"].codec.source
+    codec, notes = read_tokenizers(imported["t5"].path, "t5", {"vocab_size": 40})
+    assert codec.source.size == 40 and "tokens with higher ids" in notes[0]
+    expected = [[index if index < 40 else full.ids.unk for index in row] for row in full.encode(CORPUS)]
+    assert codec.source.encode(CORPUS) == expected
+    assert len(codec.source.unknown_tokens(CORPUS[0])) == codec.source.unknown(expected[0]) > 0
     with pytest.raises(UserError, match="too few"):
-        read_tokenizers(made["t5"].path, "t5", {"vocab_size": 2})
+        read_tokenizers(imported["t5"].path, "t5", {"vocab_size": 2})
 
 
-def test_several_special_tokens_before_a_text_are_refused(made, tmp_path: Path) -> None:
-    library = Library.from_str(made["bert"].codec.source.to_json())
+def test_several_special_tokens_before_a_text_are_refused(imported, tmp_path: Path) -> None:
+    library = Library.from_str(imported["bert"].codec.source.to_json())
     library.post_processor = processors.TemplateProcessing("[CLS] [CLS] $A", None, [("[CLS]", 2)])
     library.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match=r"\[2, 2\] before"):
         read_tokenizers(tmp_path, "bert", {})
 
 
-def test_unreadable_files_are_errors(made, tmp_path: Path) -> None:
+def test_invalid_files_are_named_in_the_error(imported, tmp_path: Path) -> None:
     (tmp_path / "vocab.pkl").write_bytes(b"")
     with pytest.raises(UserError, match=r"(?s)tokenizer\.json, vocab\.txt.*found: vocab\.pkl"):
         read_tokenizers(tmp_path, "bert", {})
-    data = (made["t5"].path / "spiece.model").read_bytes()
+    data = (imported["t5"].path / "spiece.model").read_bytes()
     for broken in (b"", b"\xff" * 20, data[:-1], data[: len(data) // 2], b"{}", b"\x0a"):
         (tmp_path / "spiece.model").write_bytes(broken)
         with pytest.raises(UserError, match=r"spiece\.model: "):
@@ -422,7 +431,7 @@ def test_unreadable_files_are_errors(made, tmp_path: Path) -> None:
     assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 2})[0].source.encode(["a<new>b"]) == [[0, 3, 1]]
 
 
-def test_no_end_token_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_end_token_is_an_error(tmp_path: Path) -> None:
     library = Library(models.WordLevel({"a": 0}, unk_token="a"))
     library.decoder = decoders.Fuse()
     library.save(str(tmp_path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Transformer-XL, compared with recorded outputs of the last transformers with it (fixtures/make_transfo_xl.py)."""
+"""Transformer-XL, compared with recorded outputs of an old transformers (fixtures/make_transfo_xl.py)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "transfo-xl"
-# What does not shape a model that has no cutoffs, or says how it began.
-IDLE = {"adaptive", "tie_projs", "sample_softmax", "torch_dtype", "transformers_version", "proj_init_std"}
-IDLE |= {"init", "init_range", "init_std"}
+# Keys without effect on a model without cutoffs, and keys of the initialisation.
+NO_EFFECT = {"adaptive", "tie_projs", "sample_softmax", "torch_dtype", "transformers_version", "proj_init_std"}
+NO_EFFECT |= {"init", "init_range", "init_std"}
 
 
 @pytest.fixture(params=["each", "shared"])
@@ -36,41 +36,44 @@ def settings(path: Path) -> dict:
 
 @torch.no_grad()
 def log_probabilities(model: Model, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The log-probability of each next token, in segments with a memory of earlier ones."""
-    carried, outputs = None, []
+    """The log-probabilities of the next tokens, segment by segment, with a memory of earlier segments."""
+    memory = None
+    outputs = []
     for tokens_BT in tokens:
-        x_BTD, carried = model.read_segment(tokens_BT, carried)
+        x_BTD, memory = model.read_segment(tokens_BT, memory)
         outputs.append(model.predict(x_BTD).log_softmax(-1))
     return outputs
 
 
-def test_log_probabilities_are_those_of_the_reference(theirs, tmp_path):
+def test_log_probabilities_equal_the_reference(theirs, tmp_path):
     from_hf(theirs, tmp_path / "run", 1, quiet)
     data = load_file(theirs / "expected.safetensors")
     outputs = log_probabilities(Run.load(tmp_path / "run").model, [data[f"tokens.{i}"] for i in range(4)])
     for i, ours in enumerate(outputs):
         close(ours, data[f"log_probabilities.{i}"])
-        assert ours.std() > 0.1  # there is something to compare
+        assert ours.std() > 0.1  # the outputs are not constant
 
 
-def test_written_with_the_same_weights_and_settings(theirs, tmp_path):
+def test_export_keeps_weights_and_settings(theirs, tmp_path):
     from_hf(theirs, tmp_path / "run", 1, quiet)
     to_hf(Run.load(tmp_path / "run"), tmp_path / "hf", 1, quiet)
-    before, after = load_file(theirs / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
-    was, is_now = settings(theirs), settings(tmp_path / "hf")
-    for name in ("r_w_bias", "r_r_bias"):  # one for all layers is written as one for each
+    before = load_file(theirs / "model.safetensors")
+    after = load_file(tmp_path / "hf" / "model.safetensors")
+    old = settings(theirs)
+    new = settings(tmp_path / "hf")
+    for name in ("r_w_bias", "r_r_bias"):  # a bias shared by all layers is exported once per layer
         if (shared := before.pop(f"transformer.{name}", None)) is not None:
             before |= {f"transformer.layers.{n}.dec_attn.{name}": shared for n in range(2)}
-            was["untie_r"] = True
+            old["untie_r"] = True
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
-    assert {key: is_now.get(key) for key in was.keys() - IDLE} == {key: was[key] for key in was.keys() - IDLE}
+    assert {key: new.get(key) for key in old.keys() - NO_EFFECT} == {key: old[key] for key in old.keys() - NO_EFFECT}
     from_hf(tmp_path / "hf", tmp_path / "again", 1, quiet)
     assert Run.load(tmp_path / "again").config == Run.load(tmp_path / "run").config
 
 
-def test_the_report_says_that_nothing_was_proven(tmp_path):
+def test_the_report_says_that_the_conversion_is_not_proven(tmp_path):
     report = from_hf(FIXTURES / "each", tmp_path / "run", 1, quiet)
     assert report.proof is None
     assert "not proven: transformers 5 no longer has this model" in report.summary
@@ -78,8 +81,8 @@ def test_the_report_says_that_nothing_was_proven(tmp_path):
     assert "no longer has this model" in to_hf(Run.load(tmp_path / "run"), tmp_path / "hf", 1, quiet).summary
 
 
-def test_ours_is_written_and_read_again(tmp_path):
-    """An LM head without a bias is written with a bias of zero, which is equivalent."""
+def test_a_run_of_regard_is_exported_and_imported(tmp_path):
+    """An LM head without a bias is exported with a bias of zero."""
     config = shrunk("xl-tiny", changes={"decoder": {"reach": 5}})
     run = Run(config, Codec(Tokenizer.train("char", ["abcdefg"]), frame="none"), build(config), tmp_path / "xl")
     to_hf(run, tmp_path / "hf", 1, quiet)
@@ -94,7 +97,7 @@ def test_ours_is_written_and_read_again(tmp_path):
     ("changes", "message"),
     [
         ({"cutoffs": [4, 8]}, r"cutoffs \[4, 8\] is not supported, only \[\].*adaptive softmax"),
-        ({"cutoffs": None}, "cutoffs .*20000"),  # left out, there are some
+        ({"cutoffs": None}, "cutoffs .*20000"),  # the default has cutoffs
         ({"div_val": 4}, "div_val must be 1"),
         ({"d_embed": 4}, "d_embed and d_model must be equal"),
         ({"pre_lnorm": True}, "pre_lnorm True is not supported"),
@@ -107,7 +110,7 @@ def test_ours_is_written_and_read_again(tmp_path):
         ({"n_layer": 3}, "missing: transformer.layers.2.dec_attn.o_net.weight"),
     ],
 )
-def test_unsupported_settings_are_named(changes, message, tmp_path):
+def test_unsupported_settings_are_named_in_the_error(changes, message, tmp_path):
     shutil.copytree(FIXTURES / "each", tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(settings(FIXTURES / "each") | changes))
     with pytest.raises(UserError, match=message):

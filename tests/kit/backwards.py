@@ -1,4 +1,4 @@
-"""A task small enough to train on in a test: spell a word backwards."""
+"""A task that a test can train: spelling words backwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small runs with random weights that CTranslate2 can be given, and the same asked of it and of us."""
+"""Small runs with random weights that CTranslate2 supports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from regard.text.tokenizer import Tokenizer
 
 LETTERS = "abcdefgh"
 STACK = {"layers": 2, "width": 16, "heads": 4, "ff": 24, "dropout": 0.0, "max_length": 80}
-SPECIAL = [0, 1, 2]  # padding, unknown, start: never produced
+SPECIAL = [0, 1, 2]  # padding, unknown, start: never generated
 
 
 def tokenizer(scheme: str = "char", text: str = LETTERS) -> Tokenizer:
@@ -35,7 +35,7 @@ def random_run(
     special: float = -20.0,
     **settings: Any,
 ) -> Run:
-    """A run of random weights. With `end` the end token is so much more likely, and special by `special`."""
+    """A run with random weights. `end` and `special` are biases of the end token and the other special tokens."""
     codec = codec or Codec(tokenizer(), tokenizer())
     vocabs = {"source_vocab": codec.source_vocab + spare, "target_vocab": codec.target_vocab + spare}
     stacks = {"encoder": STACK | (encoder or {}), "decoder": STACK | (decoder or encoder or {})}
@@ -46,7 +46,7 @@ def random_run(
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() > 1:  # sharp enough to leave few ties and to tell sources apart
+                if parameter.dim() > 1:  # for few ties and outputs that depend on the source
                     parameter.normal_(std=1.4 * (2 / sum(parameter.shape)) ** 0.5)
             model.output.weight.normal_(std=0.6)
             model.output.bias[config.ids.eos] += end

@@ -1,4 +1,4 @@
-"""Small models with sharp distributions, random and trained, and helpers of the decoding tests."""
+"""Small random and trained models with sharp distributions, and helpers of the decoding tests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from regard.text.tokenizer import Tokenizer
 NAMES = ("transformer-tiny", "rnn-luong", "rnn-bahdanau")
 LETTERS = "abcdef"
 WIDTH = 16
-STEPS = 90  # of training: seconds, and right most of the time
+STEPS = 90  # training steps: a few seconds, and most outputs are correct
 
 names = st.sampled_from(NAMES)
-seeds = st.integers(0, 5)  # few, so that models are made once
+seeds = st.integers(0, 5)  # few, because each seed needs a model
 words = st.text(LETTERS, min_size=1, max_size=12)
 
 
@@ -48,7 +48,7 @@ def blank(name: str, seed: int, codec: Codec, width: int = WIDTH) -> Model:
 
 @cache
 def run_of(name: str, seed: int = 0, scheme: str = "char", letters: str = LETTERS) -> Run:
-    """A run of random weights, sharp enough to leave few ties, and with an end that comes sometimes."""
+    """A run with random weights: few ties, and an end token with a moderate probability."""
     codec = Codec(tokenizer("char"), tokenizer(scheme, letters))
     model = blank(name, seed, codec)
     torch.manual_seed(seed)
@@ -64,7 +64,7 @@ def run_of(name: str, seed: int = 0, scheme: str = "char", letters: str = LETTER
 
 @cache
 def trained(name: str) -> Run:
-    """A run that has learned to read backwards, doubling every `a`: a few seconds of training."""
+    """A run trained for a few seconds to reverse its input and double every `a`."""
     codec = Codec(tokenizer("char"), tokenizer("char"))
     model = blank(name, 1, codec, 32).train()
     objective = Objective(model)
@@ -95,7 +95,7 @@ def sources(seed: int, count: int, longest: int = 12) -> list[str]:
 
 
 def same(ours: list[Hypothesis], theirs: list[Hypothesis]) -> bool:
-    """Equal outputs with equal scores, but for ties: outputs whose ranks differ by less than 1e-5 may change places."""
+    """Whether outputs and scores are equal; outputs whose normalised scores differ by less than 1e-5 may be swapped."""
     if len(ours) != len(theirs):
         return False
     for a, b in zip(ours, theirs, strict=True):
@@ -113,7 +113,7 @@ POSITIONS = ("rotary", "learned", "alibi", "relative")
 def language_model(
     position: str, seed: int = 0, frame: str = "start", memory: int = 0, scheme: str = "char", letters: str = LETTERS
 ) -> Run:
-    """A decoder alone, of random weights, with positions for 40 tokens where they are learned."""
+    """A decoder-only run with random weights and, for learned positions, at most 40 tokens."""
     codec = Codec(tokenizer(scheme, letters), frame=frame)  # type: ignore[arg-type]
     stack = {"layers": 2, "width": WIDTH, "heads": 2, "ff": 2 * WIDTH, "norm_at": "pre", "dropout": 0.0}
     stack |= {"position": position, "max_length": 40, "memory": memory}

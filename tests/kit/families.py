@@ -1,4 +1,4 @@
-"""Every preset made small: what the tests of equalities are run over."""
+"""Every preset in a small size, for the tests of equalities."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IMAGE = {"height": 6, "width": 4, "channels": 3, "size": 2}
 
 
 def shrunk(name: str, vocab: int = VOCAB, changes: dict[str, Any] | None = None) -> Config:
-    """A preset with small sizes and without dropout; everything else is what it was."""
+    """A preset with small sizes and without dropout, otherwise unchanged."""
     table = PRESETS[name]
     small: dict[str, Any] = {}
     for stack in ("encoder", "decoder"):
@@ -55,7 +55,7 @@ ENCODERS = [name for name in _different() if "decoder" not in PRESETS[name]]
 
 
 def build(config: Config, seed: int = 0) -> Model:
-    """A model whose every parameter counts: no zero bias, no norm of one."""
+    """A model whose parameters all affect the outputs: no bias of zero, no norm weight of one."""
     torch.manual_seed(seed)
     model = Model(config).eval()
     with torch.no_grad():
@@ -75,15 +75,15 @@ def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def watched(model: Model, *inputs: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-    """Logits with a hook on every attention, which selects the eager path, and the attention weights."""
-    seen: list[Tensor] = []
+    """Logits and attention weights; the hooks on every attention select the eager path."""
+    weights: list[Tensor] = []
     taps = [tap for name, tap in model.named_modules() if name.endswith(".weights") and isinstance(tap, Tap)]
-    hooks = [tap.register_forward_hook(lambda _m, _i, out: seen.append(out)) for tap in taps]
+    hooks = [tap.register_forward_hook(lambda _m, _i, out: weights.append(out)) for tap in taps]
     scores = model(*inputs)
     for hook in hooks:
         hook.remove()
-    assert taps and len(seen) >= len(taps)
-    return scores, seen
+    assert taps and len(weights) >= len(taps)
+    return scores, weights
 
 
 def pixels(rows: int = 3) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hostile directories: files mutated at random, and opened in a child process whose time and memory are measured."""
+"""Fuzzing of directories: files are mutated at random and opened in a child process with limited time and memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from typing import Any, NamedTuple
 
 from regard.errors import UserError
 
-SECONDS, MEGABYTES = 5, 512  # of processor time and of memory beyond that of the parent
-DEEP, DIGITS = "@deep", "@digits"  # JSON that Python would not write
+MAX_SECONDS = 5  # processor time
+MAX_MEGABYTES = 512  # memory beyond that of the parent
+# Placeholders for JSON that json.dumps cannot write: deep nesting and a long number.
+DEEP = "@deep"
+DIGITS = "@digits"
 NUMBERS = (-1, 0, 1, 7, 999, 10**6, 2**21 - 1, 2**31 - 1, 2**31, 2**53, 2**63, 2**64, 10**30, 1e308, -0.5, 1e-300)
 WORDS = ("", "../../../../etc/passwd", "/etc/passwd", "../outside", "\0", "\ud800", "none", "x" * 100_000, DIGITS, DEEP)
 OTHERS: tuple[Any, ...] = (None, True, [], {}, [[]], {"": {}}, [0] * 10_000, float("nan"), float("inf"))
 
 
 class Outcome(NamedTuple):
-    """How opening a directory ended: ok, refused (a UserError), or else it is a fault."""
+    """Outcome of opening a directory. Kinds other than `ok` and `refused` (a UserError) are faults."""
 
     kind: str
     text: str
@@ -34,11 +37,11 @@ class Outcome(NamedTuple):
 
     @property
     def fault(self) -> bool:
-        return self.kind not in ("ok", "refused") or self.seconds > SECONDS or self.megabytes > MEGABYTES
+        return self.kind not in ("ok", "refused") or self.seconds > MAX_SECONDS or self.megabytes > MAX_MEGABYTES
 
 
 def in_child(action: Callable[[], object]) -> Outcome:
-    """Run an action in a fork of this process, in which all modules are loaded already."""
+    """Run an action in a fork of this process, which has loaded all modules."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -50,17 +53,18 @@ def in_child(action: Callable[[], object]) -> Outcome:
     _, status, usage = os.wait4(pid, 0)
     with os.fdopen(reader, "rb") as pipe:
         first, _, rest = pipe.read().partition(b"\n")
-    seconds, grown = usage.ru_utime + usage.ru_stime, (usage.ru_maxrss - int(first or 0)) / 1024
+    seconds = usage.ru_utime + usage.ru_stime
+    growth = (usage.ru_maxrss - int(first or 0)) / 1024
     if status or not rest:
-        return Outcome("killed", f"status {status}", seconds, grown)
+        return Outcome("killed", f"status {status}", seconds, growth)
     kind, text = json.loads(rest)
-    return Outcome(kind, text, seconds, grown)
+    return Outcome(kind, text, seconds, growth)
 
 
 def _child(action: Callable[[], object], writer: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(120)  # for those that wait; time is measured in processor time, for others use the machine too
-    resource.setrlimit(resource.RLIMIT_CPU, (2 * SECONDS, 2 * SECONDS))
+    signal.alarm(120)  # in case the action blocks; the other limit is processor time, which other load does not affect
+    resource.setrlimit(resource.RLIMIT_CPU, (2 * MAX_SECONDS, 2 * MAX_SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.write(writer, f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}\n".encode())
     silent = os.open(os.devnull, os.O_WRONLY)
@@ -82,23 +86,25 @@ def _child(action: Callable[[], object], writer: int) -> None:
 def attack(
     bases: list[Path], place: Path, cases: Iterable[int], seed: int, use: Callable[[Path, Random], object]
 ) -> tuple[list[str], dict[str, int]]:
-    """Mutate a copy of a base for each case and use it in a child -> every fault, and how many ended how."""
-    faults, counts = [], {"ok": 0, "refused": 0}
+    """Mutate a copy of a base for each case and use it in a child -> the faults and the number of outcomes per kind."""
+    faults = []
+    counts = {"ok": 0, "refused": 0}
     for case in cases:
         draw = Random(f"{seed} {case}")
-        base, copy = draw.choice(bases), place / "copy"
+        base = draw.choice(bases)
+        copy = place / "copy"
         shutil.copytree(base, copy)
-        what = [mutate(copy, draw) for _ in range(draw.choice((1, 1, 1, 2)))]
+        changes = [mutate(copy, draw) for _ in range(draw.choice((1, 1, 1, 2)))]
         outcome = in_child(lambda copy=copy, draw=draw: use(copy, draw))  # type: ignore[misc]
         if outcome.fault:
-            faults.append(f"case {case} of seed {seed}: {base.name}: {'; '.join(what)}\n  {outcome}")
+            faults.append(f"case {case} of seed {seed}: {base.name}: {'; '.join(changes)}\n  {outcome}")
         counts[outcome.kind] = counts.get(outcome.kind, 0) + 1
         shutil.rmtree(copy)
     return faults, counts
 
 
 def mutate(directory: Path, draw: Random) -> str:
-    """Change one file at random -> what was done."""
+    """Change one file at random -> a description of the change."""
     files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
     path = draw.choice(sorted(path for path in files if path.stat().st_size < 2**30))
     ways: list[Callable[[Path, Random], str]] = [change_bytes, change_place]
@@ -135,7 +141,7 @@ def change_bytes(path: Path, draw: Random) -> str:
 
 
 def change_place(path: Path, draw: Random) -> str:
-    """Another thing than the file, or another file, in its place."""
+    """Replace a file by a link, a directory, a pipe, a sparse file, another file, or nothing."""
     outside = path.parent.parent / "outside"
     shutil.copy(path, outside)
     others = [other for other in path.parent.iterdir() if other.is_file()]
@@ -162,7 +168,9 @@ def hostile_value(draw: Random) -> Any:
 
 def change_value(data: Any, draw: Random) -> tuple[Any, str]:
     """Change one value somewhere in JSON data."""
-    holder, key, trail = [data], 0, ""
+    holder: Any = [data]
+    key: Any = 0
+    trail = ""
     while isinstance(value := holder[key], dict | list) and value and (not trail or draw.random() < 0.75):
         holder, key = value, draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
         trail += f".{key!s:.30}"
@@ -176,14 +184,15 @@ def change_value(data: Any, draw: Random) -> tuple[Any, str]:
         other = draw.choice(list(holder))
         holder[key], holder[other] = holder[other], holder[key]
     else:
-        way, holder[key] = "put", new
+        way = "put"
+        holder[key] = new
         if not trail:
             data = new
     return data, f"{way} {new!r:.40} at {trail or 'the top'}"
 
 
-def written(data: Any, draw: Random) -> str:
-    """JSON text, with what stands for deep nesting and for long numbers."""
+def to_text(data: Any, draw: Random) -> str:
+    """JSON text with the placeholders for deep nesting and long numbers filled in."""
     depth = draw.choice((100, 900, 100_000))
     text = json.dumps(data)
     text = text.replace(f'"{DEEP}"', "[" * depth + "]" * depth).replace(f'"{DIGITS}"', "9" * 5000)
@@ -192,33 +201,33 @@ def written(data: Any, draw: Random) -> str:
 
 def change_json(path: Path, draw: Random) -> str:
     try:
-        data, what = change_value(json.loads(path.read_text(encoding="utf-8")), draw)
-    except (ValueError, RecursionError):  # changed before, and no JSON any more
+        data, change = change_value(json.loads(path.read_text(encoding="utf-8")), draw)
+    except (ValueError, RecursionError):  # an earlier change left invalid JSON
         return change_bytes(path, draw)
-    path.write_text(written(data, draw), encoding="utf-8")
-    return what
+    path.write_text(to_text(data, draw), encoding="utf-8")
+    return change
 
 
 def change_header(path: Path, draw: Random) -> str:
-    """Lie in the header of a safetensors file."""
+    """Falsify the header of a safetensors file."""
     data = path.read_bytes()
     try:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
-    except (ValueError, struct.error, RecursionError):  # changed before
+    except (ValueError, struct.error, RecursionError):  # damaged by an earlier change
         return change_bytes(path, draw)
     names = [name for name in header if name != "__metadata__"]
     if not names or not isinstance(header, dict):
         return change_bytes(path, draw)
     way = draw.choice(["length", "value", "value", "shape", "dtype", "offsets", "many", "rename"])
     entry = header[draw.choice(names)]
-    what = way
+    change = way
     if way == "length":
         length = draw.choice((0, 1, length - 1, length + 1, len(data), 10**8, 2**31, 2**63, 2**64 - 1))
         path.write_bytes(struct.pack("<Q", length) + data[8:])
         return f"length {length}"
     if way == "value":
-        header, what = change_value(header, draw)
+        header, change = change_value(header, draw)
     elif way == "shape":
         entry["shape"] = draw.choice(
             ([2**40], [2**31, 2**31], [0], [], [1] * 1000, [2**63, 2], list(reversed(entry["shape"])))
@@ -230,10 +239,12 @@ def change_header(path: Path, draw: Random) -> str:
     elif way == "offsets":
         entry["data_offsets"] = draw.choice(([0, 2**40], [2**63, 2**64 - 1], [8, 4], [0, 0], [4, len(data)]))
     elif way == "many":
-        like = draw.choice(("x.{}", "encoder.blocks.{}.norm.weight", names[0] + ".{}", "model.layers.{}.position_ids"))
-        header |= {like.format(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(100_000)}
+        pattern = draw.choice(
+            ("x.{}", "encoder.blocks.{}.norm.weight", names[0] + ".{}", "model.layers.{}.position_ids")
+        )
+        header |= {pattern.format(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(100_000)}
     else:
         header["../" + names[0]] = header.pop(names[0])
-    text = written(header, draw).encode()
+    text = to_text(header, draw).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-    return what
+    return change

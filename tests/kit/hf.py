@@ -1,4 +1,4 @@
-"""Small models of transformers, with random weights, saved as the library saves them."""
+"""Small models of transformers with random weights, saved by transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VIT = dict(
 
 
 def quiet(message: str) -> None:
-    """A log that is not kept."""
+    """A log that discards its messages."""
 
 
 def marian(t: Any, **changes: Any) -> Any:
@@ -77,7 +77,7 @@ MODELS: dict[str, Callable[[Any], Any]] = {
 
 
 def make(name: str, path: Path, **save: Any) -> Any:
-    """Make a model whose every weight counts, save it into `path`, and return it."""
+    """Make a model whose weights all affect the outputs, save it in `path`, and return it."""
     import transformers
 
     torch.manual_seed(3)
@@ -86,7 +86,7 @@ def make(name: str, path: Path, **save: Any) -> Any:
         transformers.utils.logging.disable_progress_bar()
         model = MODELS[name](transformers).eval()
         for key, parameter in model.named_parameters():
-            # Sines and cosines are no weights, and a Reformer's lm_head.bias is stored there and not used.
+            # Sinusoidal positions are not weights, and transformers does not use the lm_head.bias of a Reformer.
             if "embed_positions" not in key and key != "lm_head.bias":
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1 and "bias" not in key))
         model.save_pretrained(path, **save)

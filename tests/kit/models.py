@@ -1,4 +1,4 @@
-"""Tiny models and a run of letters, made in memory."""
+"""Tiny untrained models and runs, made in memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WORDS = ["abc", "bcd", "cabba", "dab", "ab ba"]
 
 
 def tiny(name: str = "transformer-tiny", vocab: int = 12, **stack: Any) -> Model:
-    """A small model with random weights, the same every time."""
+    """A small model with reproducible random weights."""
     torch.manual_seed(0)
     changes = {tower: TINY[name] | stack for tower in ("encoder", "decoder")}
     return Model(preset(name, vocab, changes=changes)).eval()
 
 
 def letters(model_name: str = "transformer-tiny", path: str = "runs/letters", **stack: Any) -> Run:
-    """A run over letters that was never trained."""
+    """An untrained run over letters."""
     tokenizer = Tokenizer.train("char", WORDS)
     codec = Codec(tokenizer, tokenizer)
     model = tiny(model_name, codec.target_vocab, **stack)
@@ -60,7 +60,7 @@ TEXT_ALONE = [name for name in FAMILIES if name != "image"]
 
 
 def family(kind: str, path: str = "runs/little") -> Run:
-    """A run of a model that is not an encoder and a decoder, never trained."""
+    """An untrained run of a model with a single stack."""
     name, changes = FAMILIES[kind]
     masks = kind in ("masked", "classes", "vectors")
     tokenizer = Tokenizer.train("char", WORDS, mask=masks)
@@ -74,24 +74,24 @@ def family(kind: str, path: str = "runs/little") -> Run:
 
 
 def picture(seed: int = 0) -> np.ndarray:
-    """An image that the image model reads: (1, 8, 8), numbers from 0 to 16."""
+    """An image for the image model: shape (1, 8, 8), values from 0 to 16."""
     return np.random.default_rng(seed).integers(0, 17, (1, 8, 8)).astype(np.uint8)
 
 
-def scores_of(found: Trace) -> Iterator[Any]:
-    """Every scores card of the walks of a trace."""
-    for walk in found.walks:
+def scores_of(trace: Trace) -> Iterator[Any]:
+    """The attention scores of every `scores` card in a trace."""
+    for walk in trace.walks:
         for cards in walk.layers:
             for card in cards:
                 if card.show == "scores":
                     yield card.scores
 
 
-def check_scores(found: Trace) -> None:
-    """What the walks show before the softmax leads to what is recorded after it, in every map."""
-    maps = {m.name: m.weights_HTS for m in found.maps}
-    seen = set()
-    for scores in scores_of(found):
+def check_scores(trace: Trace) -> None:
+    """The softmax of the attention scores in the walks equals the recorded weights of every map."""
+    maps = {m.name: m.weights_HTS for m in trace.maps}
+    checked = set()
+    for scores in scores_of(trace):
         logits_HTS = scores.raw_HTS * scores.scale
         if scores.bias_HTS is not None:
             logits_HTS = logits_HTS + scores.bias_HTS
@@ -99,5 +99,5 @@ def check_scores(found: Trace) -> None:
             logits_HTS = np.where(scores.mask_TS, logits_HTS, -np.inf)
         shifted = np.exp(logits_HTS - logits_HTS.max(-1, keepdims=True))
         assert np.allclose(shifted / shifted.sum(-1, keepdims=True), maps[scores.map], atol=1e-5)
-        seen.add(scores.map)
-    assert seen == set(maps)
+        checked.add(scores.map)
+    assert checked == set(maps)

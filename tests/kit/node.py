@@ -20,10 +20,10 @@ needs_node = pytest.mark.skipif(NODE is None, reason="no Node.js on this machine
 
 
 def run_node(*arguments: str | Path, program: str | None = None) -> str:
-    """The output of Node.js; `program` is the source of a module, which gets the folder of the page's modules first."""
+    """Run Node.js -> its output. The source of a module, `program`, gets the page's directory as its first argument."""
     if program is not None:
         arguments = ("--input-type=module", "-", WEB, *arguments)
-    done = subprocess.run(
+    result = subprocess.run(
         [str(NODE), *arguments],
         input=program,
         env=os.environ | {"PAGE_CONSTANTS": json.dumps(PAGE_CONSTANTS)},
@@ -32,5 +32,5 @@ def run_node(*arguments: str | Path, program: str | None = None) -> str:
         encoding="utf-8",
         timeout=120,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout

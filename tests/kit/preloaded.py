@@ -1,4 +1,4 @@
-"""A process that has imported what takes longest. Child processes of the tests are forked from it, not started anew."""
+"""Child processes of the tests are forked from one process that has imported the slowest modules."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from regard.parallel.messages import Channel
 
 MODULES = ["torch._dynamo", "torch.distributed.fsdp", "regard.training.fit", "regard.serve.worker"]
 new_interpreter = children.spawn
-start_child = Template.start  # tests may count later calls
+start_child = Template.start  # tests may replace it to count calls
 
 
 def work_like_new(channel: Channel, settings: dict[str, Any]) -> None:
-    """Do the work of a new interpreter, in which torch would read its number of threads from the environment."""
+    """Run the work of a new interpreter in a fork; set the threads as torch would from the environment."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     resolve_name(settings["work"])(channel, settings["settings"])
@@ -28,7 +28,7 @@ def work_like_new(channel: Channel, settings: dict[str, Any]) -> None:
 
 @contextmanager
 def forked_children() -> Iterator[None]:
-    """Let `children.spawn` fork a process that is started once, by the first use."""
+    """Make `children.spawn` fork a template process, which the first call starts."""
     template: Template | None = None
 
     def spawn(

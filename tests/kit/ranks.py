@@ -1,4 +1,4 @@
-"""Several processes that train together, each with what it saves."""
+"""Runs a function in several ranks and collects the tensors they save."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from regard.parallel import children
 from regard.parallel.children import Channel
 
-SECONDS = 240  # a process that takes longer is waiting for another one forever
+MAX_SECONDS = 240  # a rank that takes longer is deadlocked
 
 
 def run_ranks(size: int, target: Callable[..., None], directory: Path, *arguments: object) -> list[Any]:
-    """What each process saves; `target` gets its rank, their number, a store, a file to save to, and `arguments`."""
+    """Call `target(rank, size, store, file, *arguments)` in every rank -> the contents of the saved files."""
     files = [str(directory / f"saved-{rank}") for rank in range(size)]
     work = f"{target.__module__}:{target.__name__}"
     ranks = []
     for rank, file in enumerate(files):
         settings = {"target": work, "arguments": [rank, size, str(directory / "store"), file, *arguments]}
         ranks.append(children.spawn("kit.ranks:call", settings))
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + MAX_SECONDS
     statuses = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]  # None if it still runs
     errors = [rank.last_lines() for rank in ranks]
     for rank in ranks:
@@ -34,6 +34,6 @@ def run_ranks(size: int, target: Callable[..., None], directory: Path, *argument
 
 
 def call(channel: Channel, settings: dict[str, Any]) -> None:
-    """The work of a rank of `run_ranks`."""
+    """The work of one rank of `run_ranks`."""
     module, _, name = settings["target"].partition(":")
     getattr(import_module(module), name)(*settings["arguments"])

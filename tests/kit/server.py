@@ -1,4 +1,4 @@
-"""A real server for tiny runs: in a thread of the test process, with real worker processes."""
+"""A server for tiny runs, in a thread of the test process, with real worker processes."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Client:
 
     def _open(self, request: urllib.request.Request) -> Reply:
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return Reply(answer.status, answer.read(), answer.headers)
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return Reply(response.status, response.read(), response.headers)
         except urllib.error.HTTPError as error:
             return Reply(error.code, error.read(), error.headers)
 
@@ -78,7 +78,7 @@ def serving(runs: dict[str, Path], **settings: Any) -> Iterator[Client]:
         wait(server.start())
         yield Client(server, loop)
     finally:
-        with mock.patch.multiple("regard.serve.server", LISTEN_SECONDS=0, LAST_REQUEST_SECONDS=0):  # no client is left
+        with mock.patch.multiple("regard.serve.server", LISTEN_SECONDS=0, LAST_REQUEST_SECONDS=0):  # no clients left
             wait(server.stop())
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -1,4 +1,4 @@
-"""Directories that are expensive to make: one process of pytest-xdist makes them, each gets a copy."""
+"""Expensive directories: one pytest-xdist worker makes each of them, every worker gets a copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 def shared_copy(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
     """A copy of a directory that `make` fills once per test session."""
     base = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # whose own directory is inside that of the session
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has a subdirectory of the session directory
         base = base.parent
     original = base / f"shared-{name}"
     done = base / f"shared-{name}.done"

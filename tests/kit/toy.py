@@ -1,4 +1,4 @@
-"""Tools of the outer tests: the command line called in this process, and a toy task."""
+"""The command line called in this process, and a toy task: spelling words as phones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = ["width=32", "heads=2", "ff=64", "layers=1", "dropout=0", "lr=1e-2", "wa
 
 @dataclass(frozen=True)
 class CliResult:
-    """What a call of the command line did."""
+    """Result of a call of the command line."""
 
     code: int
     out: str
@@ -62,14 +62,14 @@ def toy_words(count: int, seed: int = 1) -> list[str]:
 
 
 def small(*changes: str) -> list[str]:
-    """`--set` options that make training a matter of a second."""
+    """`--set` options for training that takes about a second."""
     return [part for setting in (*SMALL, *changes) for part in ("--set", setting)]
 
 
 def strict_json(text: str) -> Any:
-    """Parse JSON as every reader of it can, without NaN and Infinity."""
+    """Parse JSON; refuse NaN and Infinity, which are not JSON."""
 
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
