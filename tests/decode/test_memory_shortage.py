@@ -58,7 +58,7 @@ def test_generate(options: Options, workers: int, monkeypatch: pytest.MonkeyPatc
     assert failures
     for text, answer, before in zip(TEXTS, answers, expected, strict=True):
         if text == UNFIT:
-            assert [h.text for h in answer] == [""] and "17 tokens, even alone" in answer[0].flags["out_of_memory"]
+            assert [h.text for h in answer] == [""] and "17 tokens, even on its own" in answer[0].flags["out_of_memory"]
         else:
             assert same(answer, before) and [h.flags for h in answer] == [h.flags for h in before]
 

@@ -152,7 +152,7 @@ def test_what_does_not_fit_the_model() -> None:
         trace(family("image"), Example("abc"))
     with pytest.raises(UserError, match="reads text, not images"):
         trace_image(family("lm"), picture())
-    with pytest.raises(UserError, match=r"the model expects \(1, 8, 8\)"):
+    with pytest.raises(UserError, match=r"the model reads \(1, 8, 8\)"):
         trace_image(family("image"), np.zeros((1, 4, 8)))
     with pytest.raises(UserError, match="no tokens"):
         trace(family("lm"), Example(""))

@@ -1,4 +1,4 @@
-"""Alignment of outputs with their sources by cross-attention heads, which are chosen once, on held-out pairs."""
+"""Alignment of outputs with sources by cross-attention heads, which are chosen once per run on held-out pairs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from regard.run import HEADS, Run
 from regard.text.codec import Example
 
 MAX_HEADS = 4  # alignment heads
-NEARLY_BEST = 0.9  # their least merit, as a share of the merit of the best head
+MIN_MERIT = 0.9  # of an alignment head, as a share of the merit of the best head
 MAX_EXAMPLES = 200  # pairs on which heads are chosen
 BATCH_PAIRS = 32
-MIN_COVERAGE = 1e-3  # floor for the attention of a source token, so that a single token does not decide
+MIN_COVERAGE = 1e-3  # lower bound for the attention of a source token, so that one token cannot dominate the penalty
 
 Links = list[tuple[int, int]]  # (source position, output position) from 0
 H = TypeVar("H", bound=Hashable)
@@ -57,21 +57,21 @@ def load_heads(path: Path) -> tuple[HeadIndex, ...]:
 
 def cross_attentions(model: Model) -> dict[int, str]:
     """The name of the cross-attention of every decoder layer."""
-    named = {name: kind_and_layer(name) for name in model.attentions()}
-    return {layer: name for name, (kind, layer) in named.items() if kind == "cross"}
+    kinds = {name: kind_and_layer(name) for name in model.attentions()}
+    return {layer: name for name, (kind, layer) in kinds.items() if kind == "cross"}
 
 
 def check_heads(model: Model, heads: Sequence[HeadIndex]) -> tuple[HeadIndex, ...]:
-    """Check that the model has these heads. The default is all heads of the second to last layer."""
+    """Check that the model has these heads -> the heads; by default all heads of the second to last layer."""
     counts = {layer: model.attentions()[name].heads for layer, name in cross_attentions(model).items()}
     if not heads:
         layer = sorted(counts)[-2:][0]
         return tuple((layer, head) for head in range(counts[layer]))
     for layer, head in heads:
         if head >= counts.get(layer, 0):
-            known = ", ".join(f"{i + 1}: {plural(count, 'head')}" for i, count in sorted(counts.items()))
-            known = f"(layers with cross-attention, counted from 1: {known})"
-            raise UserError(f"alignment_heads: there is no layer {layer + 1} with a head {head + 1} {known}")
+            layers = ", ".join(f"{i + 1}: {plural(count, 'head')}" for i, count in sorted(counts.items()))
+            advice = f"(layers with cross-attention, counted from 1: {layers})"
+            raise UserError(f"alignment_heads: there is no layer {layer + 1} with a head {head + 1} {advice}")
     return tuple(heads)
 
 
@@ -94,7 +94,7 @@ def forced_attention(
 
 
 def mean_heads(weights: Mapping[int, Tensor], heads: Sequence[HeadIndex]) -> Tensor:
-    """The mean weights (B, T, S) of some heads, given the weights (B, H, T, S) of their layers."""
+    """The mean weights (B, T, S) of heads, from the weights (B, H, T, S) of their layers."""
     return torch.stack([weights[layer][:, head] for layer, head in heads]).mean(0)
 
 
@@ -149,7 +149,7 @@ class Coverage:
         self.recording.clear()
 
     def value(self, alive_B: Tensor) -> Tensor:
-        """The penalty of each row if it ends now; zero if every source token has been attended to."""
+        """The penalty of each row if it ends now; zero if every source token has received enough attention."""
         covered_BKS = self.sum_NS.clamp(MIN_COVERAGE, 1.0).log().view(len(alive_B), -1, self.sum_NS.shape[1])
         return self.penalty * (covered_BKS * self.real_BS[alive_B].unsqueeze(1)).sum(-1)
 
@@ -170,16 +170,16 @@ def choose_heads(run: Run, pairs: Iterable[Example]) -> tuple[HeadIndex, ...]:
 
 
 def best_heads(merits: Mapping[H, float]) -> list[H]:
-    """Select the head of the highest merit and those that are nearly as good, in the order of `merits`."""
+    """Select the head with the highest merit and heads that are nearly as good, in the order of `merits`."""
     ranked = sorted(merits, key=lambda head: -merits[head])[:MAX_HEADS]
-    chosen = {head for head in ranked if merits[head] >= NEARLY_BEST * merits[ranked[0]]}
+    chosen = {head for head in ranked if merits[head] >= MIN_MERIT * merits[ranked[0]]}
     return [head for head in merits if head in chosen]
 
 
 def alignment_merits(
     model: Model, pairs: Sequence[tuple[TokenIds, TokenIds]], links: Sequence[Links] | None = None
 ) -> dict[tuple[str, int], float]:
-    """How well each cross-attention head (name, head) aligns: its agreement with links, or else its quality."""
+    """The merit of each cross-attention head (name, head): its agreement with `links`, or else its quality."""
     names = cross_attentions(model)
     total: dict[tuple[str, int], float] = {}
     count = 0.0
@@ -201,7 +201,7 @@ def alignment_merits(
 
 
 def alignment_quality(weights_TS: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Sharpness times coverage of attention weights (..., T, S); the last column is the end of the source."""
+    """Sharpness times coverage of attention weights (..., T, S); the last column is the end token of the source."""
     if weights_TS.size == 0:
         return np.zeros(weights_TS.shape[:-2])
     sharpness = weights_TS.max(-1).mean(-1)  # of the output tokens

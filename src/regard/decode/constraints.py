@@ -18,14 +18,14 @@ from torch import Tensor
 from regard.text.tokenizer import Tokenizer
 
 Letters = tuple[int, ...]
-NEVER = 30_000  # tokens, more than any output has
+NEVER = 30_000  # more tokens than any output has
 BOUNDARY = 0x110000  # a letter beyond all characters, which marks the end of a character
 
 
 class PhraseTexts(NamedTuple):
     """The phrases of a request."""
 
-    require: tuple[tuple[str, ...], ...] = ()  # from each tuple, the output contains at least one phrase
+    require: tuple[tuple[str, ...], ...] = ()  # the output must contain at least one phrase of each tuple
     forbid: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ class Phrases:
     eos: int
 
     def find_stop(self, ids: Sequence[int]) -> tuple[int, int] | None:
-        """Find the first stop string -> the number of tokens up to its end, and of those that begin before it."""
+        """Find the first stop string -> the number of tokens up to its end, and how many of them begin before it."""
         state = 0
         for position, index in enumerate(ids):
             if last := int(self.stop_QV[state, index]):
@@ -105,7 +105,7 @@ class Phrases:
         return None
 
     def tokens_certain(self, ids: Sequence[int]) -> int:
-        """How many of `ids`, which contain no stop string, cannot be part of one that later tokens complete."""
+        """The number of first `ids` that cannot be part of a stop string that later tokens complete."""
         state = 0
         for index in ids:
             state = int(self.next_QV[state, index])
@@ -117,7 +117,7 @@ class Phrases:
         return list(accumulate((int(self.letters_V[index]) for index in ids), initial=0))
 
     def tokens_needed(self, ids: Sequence[int], not_next: Sequence[int] = ()) -> int | None:
-        """Fewest tokens between `ids` and the end if none of `not_next` follows; None if `ids` contain a ban."""
+        """Fewest tokens between `ids` and the end if none of `not_next` follows; None if `ids` break a rule."""
         state = met = 0
         for index in ids:
             if self.ban_QV[state, index]:
@@ -178,7 +178,7 @@ def _letter_automaton(
     """Build the Aho-Corasick automaton of the phrases over letters.
 
     Returns the transitions and, per state: the bits of the requirements just met, whether a forbidden phrase was just
-    completed, the length of the longest stop string just completed, the last letters that may begin a stop string.
+    completed, the length of the longest stop string just completed, how many of the last letters may begin one.
     """
     children: list[dict[int, int]] = [{}]
 
@@ -228,7 +228,7 @@ def _fewest_tokens(
     met_QV: np.ndarray,
     ban_QV: np.ndarray,
     stops_QV: np.ndarray,
-    end_met_Q: np.ndarray,  # by the end token
+    end_met_Q: np.ndarray,  # requirements that the end token meets
     end_ban_Q: np.ndarray,
     count: int,
 ) -> np.ndarray:
@@ -288,7 +288,7 @@ class Rule:
         return True
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
-        """Change values in place; minus infinity forbids. `alive_B` are the original numbers of the sentences left."""
+        """Change values in place; minus infinity forbids. `alive_B` are the indices of unfinished sentences."""
 
     def spread(self, rows_N: Tensor) -> None:
         """Before the first step, start several hypotheses per sentence, copied from these rows."""
@@ -413,7 +413,7 @@ class PhraseProgress(NamedTuple):
 
 
 class PhraseConstraint(Rule):
-    """Required and forbidden phrases and stop strings: runs the automaton of its input along every hypothesis.
+    """Enforces required phrases, forbidden phrases and stop strings: runs an automaton along every hypothesis.
 
     A token is forbidden if it completes a forbidden phrase or leaves too few tokens for the requirements. With
     `redistribute` (greedy search and sampling), the probability of ending too early is moved to tokens that bring a
@@ -455,7 +455,7 @@ class PhraseConstraint(Rule):
         # The state of each hypothesis. N is the number of inputs until `spread`.
         self.state_N = per_input([first_state[each] for each in phrases])
         self.met_N = torch.zeros_like(self.state_N)  # subset of requirements
-        self.committed_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # to a phrase that was begun
+        self.committed_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # to the phrase that it has begun
         self.stopped_N = torch.zeros_like(self.committed_N)
         need_B = self.need_MQ[self.met_N, self.state_N]
         self.stages_per_token_B = per_input([item.stages for item in inputs]) / need_B.clamp(min=1)
@@ -503,7 +503,7 @@ class PhraseConstraint(Rule):
         unmet_N = unmet_N & (near_N > -math.inf)
         grown_NV = near_NV + (torch.logaddexp(near_N, end_N) - near_N).unsqueeze(1)
         torch.where(unmet_N.unsqueeze(1) & nearer_NV, grown_NV, value_NV, out=value_NV)
-        return unmet_N & (near_N < end_N)  # rows in which the end was more probable than all these tokens together
+        return unmet_N & (near_N < end_N)  # the end was more probable than all these tokens together
 
     def spread(self, rows_N: Tensor) -> None:
         self.state_N = self.state_N[rows_N]
@@ -524,7 +524,7 @@ class PhraseConstraint(Rule):
             self.committed_N = committed_N & nearer_N & (self.met_N == met_N)
 
     def stages(self, alive_B: Tensor) -> tuple[Tensor, Tensor] | None:
-        """After `apply`: the stage of each token (0: all met), and whether it comes nearer; None without phrases."""
+        """After `apply`: the stage after each token (0: all met), and whether it is nearer; None without phrases."""
         if self._progress is None:
             return None
         need_AHV, nearer_AHV = (

@@ -27,7 +27,7 @@ from regard.parallel.cores import cores
 from regard.run import Run
 from regard.text.codec import Example
 
-# CTranslate2 stops as soon as patience * beam hypotheses have ended; our search continues if a better one is alive.
+# CTranslate2 stops as soon as patience * beam hypotheses have ended; ours continues while an open one is better.
 # With 1.5, both gave the same outputs for 2,000 words; with less, CTranslate2 was worse than greedy search.
 PATIENCE = 1.5
 SCORE_CHANGING = ("sample", "no_repeat_ngram", "repetition_penalty")  # options that change its total scores
@@ -60,7 +60,7 @@ class CTranslate2Engine(Engine):
         scores: Scores = "tokens",
         translator: Any = None,
     ) -> None:
-        """`translator` is the loaded model of another engine of the same run, if there is one."""
+        """`translator` is the loaded model of another engine of the same run, to share it."""
         self.run = run
         self.options = options or Options()
         self.scores = scores
@@ -74,14 +74,14 @@ class CTranslate2Engine(Engine):
         self._search_options = self._make_search_options()
         self._by_length: dict[int, SearchInput] = {}
         if self.options.sample:
-            library().set_random_seed(self.options.seed % 2**32)  # used by workers that start later
+            library().set_random_seed(self.options.seed % 2**32)  # for workers that start from now on
         self.translator = translator or _load(run, self.options.precision, workers, threads)
 
     @classmethod
     def open(
         cls, runs: Sequence[Run], options: Options, scores: Scores, workers: int | None, threads: int | None
     ) -> CTranslate2Engine:
-        """An engine with a worker per core by default."""
+        """Check the options and open an engine, by default with one worker per core."""
         workers = workers or (1 if threads or options.sample else cores())
         check_engine("ctranslate2", options, runs=len(runs), device=runs[0].model.device.type, workers=workers)
         return cls(runs[0], options, workers, threads or 1, scores)
@@ -140,29 +140,29 @@ class CTranslate2Engine(Engine):
             limit = max(item.limit for item in items)
             searches.append((batch, limit, self._translate(items, limit, strict)))
         outputs: dict[int, list[DecodedIds]] = {}
-        late: Inputs = {}
+        at_limit: Inputs = {}
         for batch, limit, answers in searches:
             for i, answer in zip(batch, answers, strict=True):
                 item = inputs[i]
                 outputs[i] = self._outputs(item, answer.result(), strict)
                 if item.limit < limit and any(output.limited for output in outputs[i]):
-                    late[i] = item
-        outputs |= self._search(late, strict, exact=True) if late else {}
-        wrong = {i: x for i, x in inputs.items() if not all(self._allowed(x, output) for output in outputs[i])}
+                    at_limit[i] = item
+        outputs |= self._search(at_limit, strict, exact=True) if at_limit else {}
+        violations = {i: x for i, x in inputs.items() if not all(self._allowed(x, output) for output in outputs[i])}
         if strict:  # no other outputs exist
-            return outputs | {i: [x for x in outputs[i] if self._allowed(item, x)] for i, item in wrong.items()}
-        return outputs | self._search(wrong, strict=True) if wrong else outputs
+            return outputs | {i: [x for x in outputs[i] if self._allowed(item, x)] for i, item in violations.items()}
+        return outputs | self._search(violations, strict=True) if violations else outputs
 
     def _batches(self, inputs: Inputs, strict: bool, exact: bool) -> list[list[int]]:
         """Batches of keys of inputs with similar limits, or equal limits (`exact`)."""
         if len(inputs) == 1:
             return [list(inputs)]
-        alike: dict[Any, Inputs] = {}
+        groups: dict[Any, Inputs] = {}
         for i, item in inputs.items():
             prefix = item.prefix if strict and item.not_after_prefix else ()
             limit = item.limit if exact else item.limit.bit_length()
-            alike.setdefault((limit, item.minimum, prefix), {})[i] = item
-        return [batch for part in alike.values() for batch in self.preparer.batches(part)]
+            groups.setdefault((limit, item.minimum, prefix), {})[i] = item
+        return [batch for part in groups.values() for batch in self.preparer.batches(part)]
 
     def _allowed(self, item: SearchInput, output: DecodedIds) -> bool:
         """Whether an output has no blocked token, and the token after its prefix does not alter the prefix."""
@@ -191,7 +191,7 @@ class CTranslate2Engine(Engine):
         }
 
     def _translate(self, inputs: Sequence[SearchInput], limit: int, strict: bool) -> list[Any]:
-        """Start to search a batch, with outputs of at most `limit` tokens -> futures of the answers."""
+        """Start the search of a batch, with outputs of at most `limit` tokens -> futures of the answers."""
         first = inputs[0]
         sequences = [[index] for index in sorted(self._blocked)]
         sequences += [[*first.prefix, index] for index in first.not_after_prefix]
@@ -208,7 +208,7 @@ class CTranslate2Engine(Engine):
         return answers
 
     def _outputs(self, item: SearchInput, answer: Any, strict: bool) -> list[DecodedIds]:
-        """The outputs of an answer; those that reached the limit get the end token that CTranslate2 leaves out."""
+        """The outputs of an answer, with the end token, which CTranslate2 omits at the limit."""
         eos = self.run.config.ids.eos
         options = self.options
         outputs = []

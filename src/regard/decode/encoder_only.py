@@ -1,4 +1,4 @@
-"""Encoders without a decoder: classification of texts and images, filling of masks, embeddings."""
+"""Answers of encoders without a decoder: classification of texts and images, filling of masks, embeddings."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def classify_ids(
             return _classify(run, *pad([rows[i] for i in indices[part]], run.config.ids.pad, run.model.device))
 
         for part, answers in in_parts(classify_part, len(indices)):
-            unfit = Classification("", {}, out_of_memory("text", len(rows[indices[part.start]])))
-            for i, answer in zip(indices[part], answers or [unfit], strict=True):
+            failure = Classification("", {}, out_of_memory("text", len(rows[indices[part.start]])))
+            for i, answer in zip(indices[part], answers or [failure], strict=True):
                 results[i] = answer
     return results
 
@@ -129,7 +129,7 @@ def _classify(run: Run, source: Tensor, keep_BS: Tensor | None) -> list[Classifi
 
 
 CANDIDATES = 5  # per mask, the default of `top_tokens`
-MAX_LOGITS = 1 << 22  # in memory at once
+MAX_LOGITS = 1 << 22  # numbers in memory at once
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,16 @@ class MaskFiller(Engine):
         check_supported(names, run.task.options or (), run.task, run.path)
         mask = run.config.ids.mask
         if mask is None or not run.config.predicts_tokens:
-            lacks = "vocabulary has no mask token" if mask is None else "model has no LM head"
-            raise UserError(f"{run.path}: its {lacks}, so there is nothing to fill masks with")
+            reason = "vocabulary has no mask token" if mask is None else "model has no LM head"
+            raise UserError(f"{run.path}: its {reason}, so it cannot fill masks")
         source = run.codec.source
-        self.mask, self.mask_id = source.pieces([mask])[0], mask
+        self.mask = source.pieces([mask])[0]
+        self.mask_id = mask
         self._spellings = source.spellings()
         # If tokens include the space before a word, the space before a mask belongs to the masked token.
         self._space = " " if any(len(each) > 1 and each.startswith(b" ") for each in self._spellings) else ""
-        never = sorted({*source.special, *range(source.size, run.config.source_vocab)})
-        self._never = torch.tensor(never, dtype=torch.long, device=run.model.device)
+        not_candidates = sorted({*source.special, *range(source.size, run.config.source_vocab)})
+        self._not_candidates = torch.tensor(not_candidates, dtype=torch.long, device=run.model.device)
 
     def prepare(self, inputs: Sequence[Input]) -> list[SearchInput]:
         return [self._prepare(item) for item in inputs]
@@ -208,27 +209,27 @@ class MaskFiller(Engine):
         return results
 
     def _candidates(self, rows: Sequence[TokenIds]) -> Iterator[list[tuple[int, float]]]:
-        """The most probable tokens of each mask of these texts, with their log-probabilities."""
+        """The most probable tokens for each mask of these texts, with their log-probabilities."""
         model = self.run.model
         ids_BS, keep_BS = pad(rows, model.config.ids.pad, model.device)
         x_ND = model.hidden(ids_BS, keep_BS)[ids_BS == self.mask_id]
         for part_ND in x_ND.split(max(1, MAX_LOGITS // model.config.source_vocab)):
             logp_NV = model.predict(part_ND).float().log_softmax(-1)
             check_numbers(logp_NV)
-            logp_NV.index_fill_(1, self._never, -torch.inf)
+            logp_NV.index_fill_(1, self._not_candidates, -torch.inf)
             yield from top_tokens(logp_NV, self.options.top_tokens or CANDIDATES)
 
     def _hypothesis(self, item: MaskedText, candidates: list[list[tuple[int, float]]]) -> Hypothesis:
         ids, scores = zip(*(row[0] for row in candidates), strict=True)
         pieces = self.run.codec.source_pieces
-        named = tuple(tuple(zip(pieces([i for i, _ in row]), [x for _, x in row], strict=True)) for row in candidates)
+        tops = tuple(tuple(zip(pieces([i for i, _ in row]), [x for _, x in row], strict=True)) for row in candidates)
         text = self._text(item.parts, ids)
         score = sum(scores)
         flags = unknown_flags(item.unknown)
-        return Hypothesis(text, score, tuple(pieces(ids)), scores, score / len(ids), ids, flags=flags, top_tokens=named)
+        return Hypothesis(text, score, tuple(pieces(ids)), scores, score / len(ids), ids, flags=flags, top_tokens=tops)
 
     def _text(self, parts: Sequence[str], ids: Sequence[int]) -> str:
-        """The parts with tokens between them, joined as bytes because a token may be part of a character."""
+        """The parts with a token in place of each mask, joined as bytes because a token may be part of a character."""
         first, *rest = (part.encode("utf-8", "replace") for part in parts)
         joined = first
         for index, part in zip(ids, rest, strict=True):
@@ -242,8 +243,8 @@ class Embeddings(NamedTuple):
     """Vectors of texts (texts, width)."""
 
     vectors: NDArray[np.float32]
-    truncated: dict[int, int]  # truncated texts by number, with their number of tokens
-    limit: int  # most tokens that the model reads, without special tokens
+    truncated: dict[int, int]  # index of a truncated text -> its number of tokens
+    limit: int  # maximum tokens that the model reads, without special tokens
 
 
 @torch.inference_mode()

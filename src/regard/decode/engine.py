@@ -1,4 +1,4 @@
-"""Engines, which decode requests into hypotheses: our own search with torch, in one or more processes, or streamed."""
+"""Engines decode requests into hypotheses. The torch engine runs our own search; it can use processes, and stream."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from regard.parallel.messages import Channel, Message
 from regard.run import Run
 from regard.text.tokenizer import PARALLELISM_VARIABLE
 
-FORK_SECONDS = 0.1  # until a forked worker decodes
+FORK_SECONDS = 0.1  # until a forked child starts to decode
 
 
 class Engine(ABC):
-    """Loaded runs that decode, with the same outputs for any grouping of inputs; closed at the end of a context."""
+    """Decodes with loaded runs. The outputs do not depend on how inputs are grouped. Also a context manager."""
 
     options: Options
     preparer: Preparer
@@ -57,7 +57,7 @@ class Engine(ABC):
 
     @abstractmethod
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        """The best outputs of every input. An input without any gets one empty hypothesis with a flag."""
+        """The best outputs of every input, or one empty hypothesis with a flag if it has no output."""
 
     def close(self) -> None:  # noqa: B027  some engines have nothing to release
         """Release resources; the engine must not be used afterwards."""
@@ -91,8 +91,8 @@ class TorchEngine(Engine):
             items = [inputs[i] for i in batch]
             for rows, decoded in in_parts(lambda rows: self._decode_batch(items[rows]), len(items)):  # noqa: B023
                 if decoded is None:
-                    unfit = out_of_memory("source", max(map(len, items[rows.start].sources)))
-                    decoded = [[empty_hypothesis(unfit)]]
+                    flags = out_of_memory("source", max(map(len, items[rows.start].sources)))
+                    decoded = [[empty_hypothesis(flags)]]
                 for i, row in zip(batch[rows], decoded, strict=True):
                     results[i] = row
         return results
@@ -101,7 +101,7 @@ class TorchEngine(Engine):
         return self.finish(inputs, search(self.scorer, inputs, self.options))
 
     def finish(self, inputs: Sequence[SearchInput], decoded: Sequence[list[DecodedIds]]) -> list[list[Hypothesis]]:
-        """The outputs of a search as hypotheses, with alignments and top tokens if the options ask for them."""
+        """The outputs of a search as hypotheses, with alignments and top tokens as the options say."""
         codec = self.runs[0].codec
         options = self.options
         pairs = zip(inputs, decoded, strict=True)
@@ -138,8 +138,8 @@ def generate(
 ) -> Iterator[list[Hypothesis]]:
     """The best outputs for every input, in order; several runs form an ensemble.
 
-    `window` inputs are read ahead. An input that cannot be decoded has an empty output with a flag. Options that no
-    input can satisfy are an error.
+    Reads `window` inputs ahead. An input that cannot be decoded has an empty output with a flag. Options that no input
+    can satisfy raise an error.
     """
     engine = TorchEngine(runs, options)
     for window in windows(inputs, engine.options.window):
@@ -147,14 +147,14 @@ def generate(
 
 
 class WorkerPool(Engine):
-    """A torch engine and up to `workers` - 1 child processes that share its batches; the outputs are exactly the same.
+    """A torch engine that shares its batches with up to `workers` - 1 child processes; the outputs stay the same.
 
-    Children are forked where possible, otherwise spawned. Unless `always` is set, they are started only if the rest
-    would take this process at least twice as long as starting them; it decodes while they start.
+    Children are forked where possible, otherwise spawned. Unless `always` is set, they are started only if decoding
+    the remaining batches here would take more than twice the start-up time. This process decodes in the meantime.
     """
 
     def __init__(self, engine: TorchEngine, workers: int | None = None, always: bool = False) -> None:
-        """Without `workers` there is one per core."""
+        """The default of `workers` is one per core."""
         self.engine = engine
         self.options = engine.options
         self.preparer = engine.preparer
@@ -163,7 +163,7 @@ class WorkerPool(Engine):
         self.children: list[Child] = []
         self._loading: list[Child] = []  # spawned children that have not answered yet
         self._spawn_seconds = time.process_time()  # a spawned child repeats what this process has done so far
-        self._seconds_per_token = 0.0  # measured on the latest batch
+        self._seconds_per_token = 0.0  # measured on the last batch
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
@@ -172,7 +172,7 @@ class WorkerPool(Engine):
         def decode_here(batch: list[int]) -> list[list[Hypothesis]]:
             return self.engine.decode([inputs[i] for i in batch])
 
-        def ask(child: Child, batch: list[int]) -> list[list[Hypothesis]]:
+        def decode_in_child(child: Child, batch: list[int]) -> list[list[Hypothesis]]:
             request = {"inputs": [{**vars(inputs[i]), "phrases": None} for i in batch]}
             try:
                 rows = child.ask(request).header["rows"]
@@ -185,12 +185,12 @@ class WorkerPool(Engine):
             if self._has_children(len(batches), sum(sizes)):
                 break
             start = time.perf_counter()
-            batch = batches.pop()  # a small one, to measure the speed
+            batch = batches.pop()  # a small one, to measure the speed of this process
             for i, row in zip(batch, decode_here(batch), strict=True):
                 results[i] = row
             self._seconds_per_token = (time.perf_counter() - start) / sizes[-1]
         if batches:
-            workers = [partial(ask, child) for child in self.children]
+            workers = [partial(decode_in_child, child) for child in self.children]
             decoded = children.ordered_map(workers, batches, decode_here, self.close)
             for i, row in zip(chain(*batches), chain.from_iterable(decoded), strict=True):
                 results[i] = row
@@ -240,7 +240,7 @@ class WorkerPool(Engine):
 
 
 def can_fork() -> bool:
-    """Whether this process can be forked to decode: it has one thread, and the tokenizers library has none."""
+    """Whether this process can be forked for decoding: it has one thread, and tokenizers starts no further ones."""
     return children.can_fork() and os.environ.get(PARALLELISM_VARIABLE) == "false"
 
 
@@ -296,7 +296,7 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Piece:
-    """One decoded token and the text that it completes; joined, the texts of all pieces are the output."""
+    """One decoded token and the text that it completes. The texts of all pieces, joined, are the output."""
 
     text: str
     token: str
@@ -313,8 +313,8 @@ class Piece:
 class TokenStream(Iterator[Piece]):
     """The pieces of one output, decoded on demand; at the end `hypothesis` is the same as without streaming.
 
-    Tokens that may be part of a stop string are held back, and the token before them as well. If required phrases need
-    a beam search, all pieces come at its end.
+    Tokens that may be part of a stop string are held back, together with the token before them. If required phrases
+    need a beam search, all pieces follow after the search.
     """
 
     def __init__(self, engine: TorchEngine, item: SearchInput) -> None:
@@ -343,7 +343,9 @@ class TokenStream(Iterator[Piece]):
         yield from self._pieces_until_end(0)
 
     def _decode(self) -> Generator[Piece, None, None]:
-        engine, item, scorer = self._engine, self._item, self._engine.scorer
+        engine = self._engine
+        item = self._item
+        scorer = engine.scorer
         rules = make_rules(scorer, [item], engine.options, one_path=True)
         loop = steps(scorer, [item], rules, make_choice(scorer, [item], engine.options, 1))
         ids: list[int] = []
@@ -371,7 +373,7 @@ class TokenStream(Iterator[Piece]):
                 return
             certain = len(ids)
             if item.texts.stop and item.phrases is not None:
-                certain = item.phrases.tokens_certain(ids) - 1  # one for the text that is not certain yet
+                certain = item.phrases.tokens_certain(ids) - 1  # the text of the last one may still change
             for n in range(shown, certain):
                 yield self._piece(self._text(ids[: n + 1]), ids[n], scores[n], tops[n])
             shown = max(shown, certain)
@@ -391,7 +393,7 @@ class TokenStream(Iterator[Piece]):
         return Piece(new, self._codec.target_pieces([index])[0], index, score, top)
 
     def _text(self, ids: Sequence[int]) -> str:
-        """The text of the first tokens, without any character that a later token may change."""
+        """The text of the first tokens, without final characters that a later token may change."""
         combining = self._engine.preparer.combining
         certain = len(ids)
         if combining:  # the next token may combine with the last character

@@ -19,7 +19,7 @@ States = tuple[State, ...]  # one per model
 
 
 class Scorer:
-    """Next-token log-probabilities of an ensemble: the weighted mean over its models, normalised again."""
+    """Next-token log-probabilities of an ensemble: the renormalised weighted mean over its models."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Scorer:
         precision: str = "fp32",
         packed: Sequence[PackedWeights] = (),
     ) -> None:
-        """`packed` are packed weights of the models, one per model, which their owners cache."""
+        """`packed` are the packed weights of each model, which its run caches."""
         self.models = list(models)
         if any(model.training for model in models):
             raise ValueError("a model in training mode applies dropout; call eval() first")
@@ -102,11 +102,12 @@ def check_numbers(scores: Tensor) -> None:
 
 
 def similar_lengths(sources: Sequence[TokenIds], enough: int = 512) -> Iterator[Sequence[TokenIds]]:
-    """Split sources, in order, where lengths differ and a part has `enough` tokens: padding costs as much as tokens."""
+    """Split sources, in order, into parts of similar length with at least `enough` tokens, to save padding."""
     start = longest = 0
     for i, source in enumerate(sources):
         if len(source) * 4 < longest * 3 and (i - start) * longest >= enough:
             yield sources[start:i]
-            start, longest = i, 0
+            start = i
+            longest = 0
         longest = max(longest, len(source))
     yield sources[start:]

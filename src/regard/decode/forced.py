@@ -1,4 +1,4 @@
-"""Forced decoding: log-probabilities of given targets and of the tokens of plain text."""
+"""Forced decoding: the log-probabilities of targets, and of the tokens of plain text."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Scored:
 
 
 def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | None = None) -> Iterator[Scored]:
-    """Score pairs, in order; several runs form an ensemble. Only the options of weights and batching are used.
+    """Score pairs, in order; several runs form an ensemble. Uses only the options of weights and batching.
 
     A pair that cannot be scored has a flag. An empty target for an empty source scores 0, as in `generate`. For a
     language model, the source is a prompt and the target is its continuation, scored with an end token.
@@ -96,7 +96,7 @@ def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | N
 
 
 def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[str]:
-    """For each pair, why it is too long for a run, or an empty text."""
+    """The reason why each pair is too long for a run, or an empty text."""
     pairs = [example._replace(target=example.target or "") for example in examples]
     return [flag.get("too_long", "") for flag in _encode([run], pairs, options)[2]]
 
@@ -202,7 +202,7 @@ def _encode(
 class TokenScores(NamedTuple):
     """Per token of a plain text except the first: negative log-probability, whether correct, whether predicted.
 
-    The sentinel before a span counts with its first token, the closing sentinel and the end token with the last one.
+    The sentinel before a span counts towards its first token, the closing sentinel and the end token to the last one.
     """
 
     nll: Numbers
@@ -210,7 +210,7 @@ class TokenScores(NamedTuple):
     predicted: Numbers
 
 
-Part = tuple[NDArray[np.integer[Any]], Numbers, Numbers]  # tokens by number, nll and correct of each
+Part = tuple[NDArray[np.integer[Any]], Numbers, Numbers]  # indices of tokens, with nll and correct of each
 
 
 @torch.inference_mode()
@@ -224,7 +224,7 @@ def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | No
 
 
 def scoring_context(run: Run, context: int | None = None) -> int:
-    """The tokens to read at a time: `context`, or as in training, or the positions of the model."""
+    """Tokens per window: `context`, or as in training, or the positions of the model."""
     positions = run.config.top.max_positions
     if context is not None:
         if context < 2 or (positions is not None and context > positions):
@@ -240,7 +240,7 @@ def _train_settings(run: Run) -> Train:
 
 
 def _score_lm(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
-    """Score tokens in overlapping windows, so that each has at least half a window before it, or by segments."""
+    """Score tokens in overlapping windows, each after at least half a window, or by segments."""
     if run.config.has_memory:
         yield from _score_segments(run.model, ids, context, memory)
         return
@@ -279,17 +279,17 @@ def _use_memory(decoder: Transformer, memory: int, context: int) -> Iterator[Non
     are clipped to the longest one that all tokens of a segment had in training.
     """
     relatives = [module for module in decoder.modules() if isinstance(module, Relative)]
-    trained, window, reaches = decoder.memory, decoder.window, [relative.reach for relative in relatives]
+    training_memory, window, reaches = decoder.memory, decoder.window, [relative.reach for relative in relatives]
     try:
         decoder.memory = memory
-        if memory > trained:
-            farthest = trained + context - 1
+        if memory > training_memory:
+            farthest = training_memory + context - 1
             decoder.window = farthest if window is None else min(window, farthest)
             for relative in relatives:
-                relative.reach = min(relative.reach or trained, trained)
+                relative.reach = min(relative.reach or training_memory, training_memory)
         yield
     finally:
-        decoder.memory, decoder.window = trained, window
+        decoder.memory, decoder.window = training_memory, window
         for relative, reach in zip(relatives, reaches, strict=True):
             relative.reach = reach
 

@@ -37,7 +37,7 @@ class DecodedIds(NamedTuple):
 
     ids: tuple[int, ...]  # with the end token, unless a continuation stopped at its limit
     token_scores: tuple[float, ...]  # natural-log probabilities of the ids; empty if only their sum is known
-    value: float  # the search ranked by it; without token scores, their sum
+    value: float  # by which the search ranked it; their sum if there are no token scores
     limited: bool = False  # ended at the limit
 
     @property
@@ -49,7 +49,7 @@ class DecodedIds(NamedTuple):
 class Alignment:
     """The alignment of an output: weights of source tokens for each output token except the end."""
 
-    soft: np.ndarray  # (output tokens, source tokens), rows sum to 1; the last source token is the end
+    soft: np.ndarray  # (output tokens, source tokens), rows sum to 1; the last source token is the end token
     source: tuple[str, ...]  # display forms of the tokens
     output: tuple[str, ...]
 
@@ -123,7 +123,7 @@ def empty_hypothesis(flags: dict[str, str]) -> Hypothesis:
 def make_hypotheses(
     codec: Codec, options: Options, item: SearchInput, outputs: Sequence[DecodedIds]
 ) -> list[Hypothesis]:
-    """The outputs of a search as text with flags, ranked by expected utility if the options say so."""
+    """The outputs of a search as text with flags, ranked by expected utility with the option `mbr`."""
     if not outputs:
         return [empty_hypothesis({"unsatisfied": "the search found no output that satisfies the constraints"})]
     hypotheses = [_hypothesis(codec, options, item, output) for output in outputs]
@@ -161,7 +161,7 @@ def stopped_text(codec: Codec, item: SearchInput, ids: Sequence[int], length: in
         return before
     text = output_text(codec, item, ids)
     ends = [(at + len(string), at) for string in item.texts.stop if (at := text.find(string)) >= 0]
-    return text[: min(ends)[1]] if ends else before  # the first one to end, the longest of several
+    return text[: min(ends)[1]] if ends else before  # the string that ends first; of several, the longest
 
 
 def output_text(codec: Codec, item: SearchInput, ids: Sequence[int]) -> str:
@@ -190,7 +190,7 @@ def unknown_flags(tokens: Sequence[str]) -> dict[str, str]:
 
 
 def output_flags(ids: Sequence[int], source: int, token_scores: Sequence[float]) -> dict[str, str]:
-    """Flags of an output (ids without end token) for a source of this length; 0: any length is right."""
+    """Flags of an output (ids without end token) for a source of this length; 0: its length is not compared."""
     flags = {}
     length = len(ids)
     if loop := longest_loop(ids):
@@ -207,7 +207,7 @@ def output_flags(ids: Sequence[int], source: int, token_scores: Sequence[float])
 
 
 def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
-    """The loop that covers the most tokens, as (length of the repeated unit, repetitions), if there is one."""
+    """The loop that covers the most tokens, as (length of the repeated unit, repetitions); or None."""
     row = np.asarray(ids)
     longest: tuple[int, int] | None = None
     for size in range(1, len(row) // LOOP_TURNS + 1):
@@ -245,7 +245,7 @@ def _minimum_risk(codec: Codec, options: Options, hypotheses: Sequence[Hypothesi
 
 
 def probability_shares(scores: Sequence[float]) -> list[float]:
-    """Log-probabilities as probabilities that are normalised to sum to one."""
+    """Log-probabilities as probabilities, normalised to sum to one."""
     top = max(scores)
     weights = [math.exp(score - top) for score in scores]
     total = math.fsum(weights)
@@ -255,7 +255,7 @@ def probability_shares(scores: Sequence[float]) -> list[float]:
 def expected_utility(
     texts: Sequence[str], weights: Sequence[float], utility: Utility, spaced: bool = False
 ) -> list[float]:
-    """The expected utility (0 to 1) of every text, if each text is the reference with the probability `weights`."""
+    """The expected utility (0 to 1) of every text; `weights` are their probabilities of being the reference."""
     compare = _utility(utility, spaced)
     mass: dict[str, float] = {}
     for text, weight in zip(texts, weights, strict=True):
@@ -268,16 +268,15 @@ def expected_utility(
 
 
 def _utility(name: Utility, spaced: bool) -> Callable[[str, str], float]:
-    """A measure of two texts; edit distance counts characters, or tokens of texts that are separated by spaces."""
+    """A measure of similarity; edit distance counts characters or, if `spaced`, tokens separated by spaces."""
     if name == "exact":
         return lambda text, other: 0.0  # the utility of equal texts is 1 by every measure
-    # Imported here because these measures are rarely needed.
     if name == "edit":
-        from rapidfuzz.distance import Levenshtein
+        from rapidfuzz.distance import Levenshtein  # rarely needed
 
         split: Callable[[str], Sequence[str]] = (lambda text: text.split(" ")) if spaced else (lambda text: text)
         return lambda text, other: float(Levenshtein.normalized_similarity(split(text), split(other)))
-    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.bleu import BLEU  # rarely needed
     from sacrebleu.metrics.chrf import CHRF
 
     metric = CHRF() if name == "chrf" else BLEU(effective_order=True)

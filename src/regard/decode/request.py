@@ -48,7 +48,7 @@ class Options(Value):
     sample: bool = option(False, "Sample tokens instead of searching for the best output.")
     mbr: int = option(
         0,
-        "Pick the candidate with the highest expected utility of N samples or of the n-best of a beam.",
+        "Pick the candidate with the highest expected utility among N samples or the N best of a beam.",
         ge=0,
         le=MAX_HYPOTHESES,
     )
@@ -93,9 +93,9 @@ class Options(Value):
         (), "Decoder heads to read the alignment from, as LAYER.HEAD counted from 1.", metavar="L.H,L.H,..."
     )
     top_tokens: int = option(
-        0, "With --json, show the K most probable tokens at each output position; for masks also without.", ge=0
+        0, "Show the K most probable tokens at each output position; needs --json, except for masks.", ge=0
     )
-    max_source: Count = option(2048, "Longest source in tokens; longer ones are not decoded (score: also targets).")
+    max_source: Count = option(2048, "Maximum tokens of a source; longer ones are not decoded (score: also targets).")
     batch_tokens: Count = option(8192, "Padded source tokens times hypotheses in a batch.")
     window: Count = option(4096, "Lines read ahead and sorted by length.")
     precision: Precision = option(
@@ -115,7 +115,7 @@ class Options(Value):
         yield listed and ranked, "alternatives and mbr each make their own list of outputs; choose one"
         yield listed and self.nbest > 1, "alternatives lists one output per alternative; leave nbest at 1"
         placed = self.alternatives_at is not None
-        yield placed and not listed, "alternatives_at needs alternatives, the number of them"
+        yield placed and not listed, "alternatives_at needs alternatives"
         limits = (("length", self.min_length, self.max_length), ("ratio", self.min_ratio, self.max_ratio))
         for name, least, most in limits:
             crossed = most is not None and least > most
@@ -139,7 +139,7 @@ class Options(Value):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn."""
+        """Whether tokens are sampled."""
         return self.sample or (self.mbr > 0 and self.beam == 1)
 
     @property
@@ -267,7 +267,7 @@ class Request(BaseModel):
                 yield name, value
 
 
-MIN_SIMILARITY = 0.75  # of a misspelt key to a field; a key of the caller is less similar
+MIN_SIMILARITY = 0.75  # above it, an unknown key is taken for a misspelt field
 ANSWER_KEYS = ("hypotheses", "candidates", "label", "probabilities", "flags", "error")  # of JSON output
 
 
@@ -314,7 +314,7 @@ class EngineSupport:
     devices: tuple[str, ...]
     ensembles: bool
     streaming: bool
-    seeded_lines: bool  # each line draws by a seed of its own, whatever other lines and workers do
+    seeded_lines: bool  # the samples of a line do not depend on other lines and workers
 
 
 ENGINES: Mapping[EngineName, EngineSupport] = {
@@ -360,13 +360,13 @@ def check_engine(
     shards: bool = False,
     show: Show = str,
 ) -> None:
-    """Raise a UserError for the first thing that an engine does not support."""
+    """Raise a UserError for the first setting that an engine does not support."""
     support = ENGINES[engine]
     others = f"use the engine {' or '.join(name for name in ENGINES if name != engine)}"
     if options.precision not in support.precisions:
-        able = [name for name in ENGINES if options.precision in ENGINES[name].precisions]
+        engines = [name for name in ENGINES if options.precision in ENGINES[name].precisions]
         raise UserError(
-            f"{show('precision')}: {options.precision}: goes with the engine {' or '.join(able)}, not with {engine}"
+            f"{show('precision')}: {options.precision}: goes with the engine {' or '.join(engines)}, not with {engine}"
             f" (allowed: {', '.join(support.precisions)})"
         )
     for name in changed_options(options):
@@ -394,7 +394,7 @@ def check_constraints(engine: EngineName, constraints: Collection[str]) -> None:
 
 
 def check_streaming(options: Options, show: Show = str) -> None:
-    """Refuse strategies whose first token is certain only at the end."""
+    """Refuse strategies that choose the first token only at the end."""
     if not {*NOT_STREAMED}.isdisjoint(changed_options(options)):
         *names, last = map(show, NOT_STREAMED)
         raise UserError(
@@ -405,7 +405,7 @@ def check_streaming(options: Options, show: Show = str) -> None:
 def check_supported(
     names: Iterable[str], supported: Collection[str], task: Task, path: object, show: Show = str
 ) -> None:
-    """Refuse the names of options or fields that have no meaning for the task of a run."""
+    """Refuse options or fields (`names`) that have no meaning for the task of a run."""
     if foreign := [name for name in names if name not in supported]:
         allowed = f" (it has {', '.join(map(show, supported))})" if len(supported) <= MAX_NAMED else ""
         raise UserError(f"{', '.join(map(show, foreign))}: no meaning for {path}, which is {task.model}{allowed}")

@@ -67,7 +67,7 @@ def select(states: States, rows: Tensor, sentences: Tensor | None = None) -> Sta
 
 
 def should_leave(done_A: Tensor, full_A: Tensor) -> bool:
-    """Whether finished sentences leave the batch, which copies the state; a `full` one may have no further position."""
+    """Whether finished sentences leave the batch, which copies the state; full ones must, for lack of positions."""
     return int(done_A.sum()) * 8 >= len(done_A) or bool((done_A & full_A).any())
 
 
@@ -89,14 +89,14 @@ class Picked(NamedTuple):
     ended_parent_AC: Tensor
 
 
-Stages = tuple[Tensor, Tensor]  # of required phrases (A, W, V): the stage after a token, and whether it comes nearer
+Stages = tuple[Tensor, Tensor]  # of phrases (A, W, V): the stage after a token, and whether it is nearer
 
 
 def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages | None = None) -> Picked:
     """Choose the best `width` continuations. Ends among the best `width` candidates take no slot of the beam.
 
-    With stages, the candidates of every row include its best tokens that come nearer. The slots are dealt to the stages
-    in turn (the best of each, then the second best of each), so that no stage dies out.
+    With stages, the candidates of every row include its best tokens that bring a phrase nearer. The stages share the
+    slots in turn (the best of each, then the second best of each), so that none dies out.
     """
     sentences, rows, vocab = value_AWV.shape
     end_AW = sum_AW + value_AWV[:, :, eos]
@@ -122,8 +122,8 @@ def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages
     sum_AC, index_AC = sum_AC[:, : 2 * width], index_AC[:, : 2 * width]
     is_end_AC = index_AC < rows
     ended_AC = (is_end_AC & (sum_AC > -math.inf))[:, :width]
-    carried = min(width, rows * each)
-    order_AW = is_end_AC.byte().argsort(dim=1, stable=True)[:, :carried]
+    slots = min(width, rows * each)
+    order_AW = is_end_AC.byte().argsort(dim=1, stable=True)[:, :slots]
     from_AW = index_AC.gather(1, order_AW) - rows
     ends = ended_AC, sum_AC[:, :width], index_AC[:, :width]
     return Picked(sum_AC.gather(1, order_AW), from_AW // each, token_AC.gather(1, from_AW), *ends)
@@ -157,7 +157,7 @@ class BeamSearch:
         self.options = options
         self.coverage = coverage
         self.constraint = next((rule for rule in rules if isinstance(rule, PhraseConstraint)), None)
-        self.beam = options.beam // groups  # of each group, which may be closed when this many hypotheses have ended
+        self.beam = options.beam // groups  # hypotheses after whose end a group may close
         self.width = self.beam + extra
         self.keep = options.mbr or options.nbest
         self.limit_B = torch.tensor([item.limit for item in inputs], device=device)
@@ -208,15 +208,15 @@ class BeamSearch:
         if groups == 1:
             return Picked(*(x.unsqueeze(1) for x in pick(sum_AGW[:, 0], value_AGWV[:, 0], eos, self.width, stages)))
         picks: list[Picked] = []
-        taken_AV = torch.zeros_like(value_AGWV[:, 0, 0])
+        chosen_AV = torch.zeros_like(value_AGWV[:, 0, 0])
         for g in range(groups):
             group_stages = stages and (stages[0].view_as(value_AGWV)[:, g], stages[1].view_as(value_AGWV)[:, g])
-            value_AWV = value_AGWV[:, g] - diversity * taken_AV.unsqueeze(1)
+            value_AWV = value_AGWV[:, g] - diversity * chosen_AV.unsqueeze(1)
             picked = pick(sum_AGW[:, g], value_AWV, eos, self.width, group_stages)
             # The cost affects the choice of tokens only; it is not part of their sums.
-            cost_AW = diversity * taken_AV.gather(1, picked.token_AW)
+            cost_AW = diversity * chosen_AV.gather(1, picked.token_AW)
             picks.append(picked._replace(sum_AW=picked.sum_AW + cost_AW))
-            taken_AV.scatter_add_(1, picked.token_AW, (picked.sum_AW > -math.inf).to(taken_AV.dtype))
+            chosen_AV.scatter_add_(1, picked.token_AW, (picked.sum_AW > -math.inf).to(chosen_AV.dtype))
         return Picked(*(torch.stack(x, 1) for x in zip(*picks, strict=True)))
 
     def _rows(self, parent_AGX: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class BeamSearch:
         self.ended_BG[self.alive_A] += ended_AGC.sum(2)
 
     def _advance(self, picked: Picked, logp_NV: Tensor, t: int) -> bool:
-        """Continue the hypotheses that can still enter the n-best -> whether there are any."""
+        """Continue the hypotheses that can still enter the n-best -> whether any continues."""
         alive_A = self.alive_A
         sum_AGW = picked.sum_AW
         finished_AGF = self.value_BGF[alive_A]
@@ -328,7 +328,7 @@ def greedy(value_NV: Tensor, step: int, rows_N: Tensor) -> Tensor:
 def steps(
     scorer: Scorer, inputs: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
 ) -> Iterator[Step]:
-    """Greedy search and sampling: a token per row and step, `count` rows per input, until the rules have ended all."""
+    """Greedy search and sampling: one token per row and step, `count` rows per input, until all have ended."""
     first_tokens, states = scorer.start(inputs)
     alive_B = torch.arange(len(inputs), device=scorer.device)
     limit_B = torch.tensor([item.limit for item in inputs], device=scorer.device)
@@ -366,7 +366,7 @@ def steps(
 def decode_paths(
     scorer: Scorer, inputs: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
 ) -> list[list[DecodedIds]]:
-    """The outputs of greedy search or sampling, `count` per input, without those that could not end under the rules."""
+    """The outputs of greedy search or sampling, `count` per input, except outputs that the rules did not let end."""
     tokens = np.full((len(inputs) * count, max(item.limit for item in inputs) + 1), -1, dtype=np.int64)
     scores = np.zeros(tokens.shape)
     for t, step in enumerate(steps(scorer, inputs, rules, choose, count)):
@@ -441,7 +441,7 @@ def search(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> l
         rules = make_rules(scorer, inputs, options, one_path=True)
         return decode_paths(scorer, inputs, rules, make_choice(scorer, inputs, options, count), count)
     results: list[list[DecodedIds]] = [[] for _ in inputs]
-    for extra in sorted({item.stages for item in inputs}):  # no beam depends on the rest of the batch
+    for extra in sorted({item.stages for item in inputs}):  # so that no output depends on the rest of the batch
         indices = [i for i, item in enumerate(inputs) if item.stages == extra]
         for i, outputs in zip(indices, _best(scorer, [inputs[i] for i in indices], options, extra), strict=True):
             results[i] = outputs
@@ -449,7 +449,7 @@ def search(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> l
 
 
 def _best(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, extra: int) -> list[list[DecodedIds]]:
-    """Greedy or beam search; each group of the beam is `extra` wider than the options say."""
+    """Greedy or beam search; each group of the beam is `extra` wider than in the options."""
     if options.beam == 1 and not extra:
         return decode_paths(scorer, inputs, make_rules(scorer, inputs, options, one_path=True))
     rules = make_rules(scorer, inputs, options, one_path=False)
@@ -489,7 +489,7 @@ def _alternatives(scorer: Scorer, inputs: Sequence[SearchInput], options: Option
         phrases = inputs[i].phrases
         if phrases is not None and (stop := phrases.find_stop(bases[i])):
             bases[i] = bases[i][: stop[1]]
-        if bases[i] and bases[i][-1] == scorer.eos:  # a shorter output: the position is its end
+        if bases[i] and bases[i][-1] == scorer.eos:  # the output is shorter: complete its end
             bases[i] = bases[i][:-1]
     based = [
         item if base == item.prefix else replace(item, prefix=base, not_after_prefix=())
@@ -506,7 +506,7 @@ def _alternatives(scorer: Scorer, inputs: Sequence[SearchInput], options: Option
                 variants.append(replace(based[i], prefix=(*bases[i], token), not_after_prefix=()))
             owners.append(i)
     results: list[list[DecodedIds]] = [[] for _ in inputs]
-    for start in range(0, len(variants), len(inputs)):  # batches no larger than the given one
+    for start in range(0, len(variants), len(inputs)):  # batches no larger than `inputs`
         part = slice(start, start + len(inputs))
         completed = search(scorer, variants[part], plain)
         for i, variant, outputs in zip(owners[part], variants[part], completed, strict=True):

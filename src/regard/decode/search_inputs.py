@@ -1,4 +1,4 @@
-"""The preparer: turns requests into search inputs, that is token ids with limits and constraints."""
+"""The preparer turns requests into search inputs: token ids with limits and constraints."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Preparer:
             length = max(map(len, sources)) if self.continues else len(sources[0]) - 1
             minimum, limit = self._lengths(length, request)
             prefix, texts, phrases = self._constraints(request, limit)
-        except UserError as error:  # of this request only: `_check_options` has checked the options
+        except UserError as error:  # caused by the request: `_check_options` has checked the options
             return SearchInput(sources, flags={"unsatisfied": str(error)})
         return SearchInput(
             sources,
@@ -131,9 +131,9 @@ class Preparer:
     def _lengths(self, source: int, request: Request) -> tuple[int, int]:
         """The minimum and maximum number of output tokens for a source of this length."""
         options = self.options
-        fewest = options.min_length if request.min_length is None else request.min_length
+        least = options.min_length if request.min_length is None else request.min_length
         most = options.max_length if request.max_length is None else request.max_length
-        minimum = max(fewest, math.ceil(options.min_ratio * source))
+        minimum = max(least, math.ceil(options.min_ratio * source))
         limits = [self.max_target - source if self.continues else self.max_target]
         if most is not None:
             limits.append(most)
@@ -152,7 +152,7 @@ class Preparer:
         return minimum, min(limits)
 
     def _constraints(self, request: Request, limit: int) -> tuple[list[int], PhraseTexts, Phrases | None]:
-        """The prefix and the phrases of an output of at most `limit` tokens; checks that it exists."""
+        """The prefix and the phrases of an output; checks that an output of at most `limit` tokens can satisfy them."""
         options = self.options
         text = request.prefix or options.prefix
         prefix = self._prefix(text, limit)
@@ -188,7 +188,7 @@ class Preparer:
         return prefix
 
     def phrases(self, texts: PhraseTexts) -> Phrases | None:
-        """The automaton of these phrases, None if there are none."""
+        """The automaton of these phrases; None without phrases."""
         if not any(texts):
             return None
         if texts not in self._phrases:
@@ -243,7 +243,7 @@ class Preparer:
         return make_phrases(require, forbid, self._speller.spelling, [spell(string) for string in texts.stop])
 
     def _known_words(self, texts: PhraseTexts) -> PhraseTexts:
-        """The phrases whose words are all in the vocabulary: no output contains the others."""
+        """Keep phrases whose words are all in the vocabulary: no output can contain the others."""
 
         def known(phrases: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(phrase for phrase in phrases if not self.codec.target.unknown_tokens(phrase))
@@ -257,7 +257,7 @@ class Preparer:
 
 def _overlap(required: Letters, stop: Letters) -> bool:
     """Whether a stop string could cut off the end of a required phrase, or occur in it."""
-    if required[-1:] == (BOUNDARY,):  # it also begins the next character
+    if required[-1:] == (BOUNDARY,):  # which also begins the next character
         required = required[:-1]
     tails = (required[start : start + len(stop)] for start in range(len(required)))
     inside = any(stop[start : start + len(required)] == required for start in range(len(stop)))
@@ -292,7 +292,7 @@ def check_ensemble(runs: Sequence[Run]) -> Config:
 
 
 def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
-    """The most source and target tokens for which every run has positions, end tokens not counted."""
+    """The maximum source and target tokens for which every run has positions, end tokens not counted."""
     stacks = [run.config.stacks for run in runs]
     decoder = min(stack["decoder"].max_positions or UNBOUNDED for stack in stacks)
     if "encoder" not in stacks[0]:
@@ -302,7 +302,7 @@ def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
 
 def out_of_memory(what: str, tokens: int) -> dict[str, str]:
     """A flag for an input that does not fit into memory, even in a batch of its own."""
-    return {"out_of_memory": f"there is not enough memory for the {what} of {plural(tokens, 'token')}, even alone"}
+    return {"out_of_memory": f"not enough memory for the {what} of {plural(tokens, 'token')}, even on its own"}
 
 
 def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Sharded output: the lines of a file are answered shard by shard, by any number of processes; a kill loses no shard.
+"""Sharded output: any number of processes answer the lines of a file shard by shard; a kill loses no finished shard.
 
 The directory `OUT.shards` holds the command, the offsets of the shards in the input (`command.json`), and a file per
-finished shard. A process claims a shard with a lock, which the kernel releases when it ends. With Ray Data, actors read
+finished shard. A process claims a shard with a lock, which the kernel releases at its exit. With Ray Data, actors read
 the input and write the shards themselves, so all machines need the same file system paths.
 """
 
@@ -79,7 +79,7 @@ class Input(NamedTuple):
 
 
 class ShardDirectory:
-    """The state of one command, opened by one process; a context manager that closes the input."""
+    """The state of one command, opened by one process. Also a context manager, which closes the input."""
 
     def __init__(self, out: Path) -> None:
         """Open a state that `begin` has created."""
@@ -111,7 +111,7 @@ class ShardDirectory:
         except OSError as error:
             raise UserError(f"{path}: cannot make this directory: {error.strerror}") from None
         with _locked(path):
-            shutil.rmtree(_discarded(path), ignore_errors=True)  # of a finished command that was killed at its end
+            shutil.rmtree(_discarded(path), ignore_errors=True)  # left by a command that was killed while it cleaned up
             _require_same(path, state)
             write_json(path / COMMAND, state)
             with cls(out) as directory:
@@ -191,7 +191,7 @@ class ShardDirectory:
         except OSError as error:
             advice = "the shards are kept; the same command continues from there"
             raise UserError(f"{self.out}: cannot write: {error.strerror or error}; {advice}") from None
-        with suppress(OSError):  # some file systems cannot
+        with suppress(OSError):  # some file systems cannot sync a directory
             sync(self.out.parent)
         _discard(self.path)
         return counts
@@ -271,7 +271,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _require_same(path: Path, state: dict[str, Any]) -> None:
-    """Refuse the state of a different command, and a directory with foreign files."""
+    """Refuse the state of a different command, and a directory with unrelated files."""
     if not (path / COMMAND).exists():
         if foreign := sorted(x.name for x in path.iterdir() if not REMAINS.fullmatch(x.name)):
             raise UserError(f"{path}: is needed for the state of this command, but has other files ({foreign[0]})")
@@ -280,12 +280,12 @@ def _require_same(path: Path, state: dict[str, Any]) -> None:
         return
     if next(path.glob("*.shard"), None) is None:  # no shard is finished, so nothing can be lost
         return
-    there = _flat(read_json(path / COMMAND))
-    here = _flat(state)
-    if differences := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
-        lines = [f"{path}: belongs to another command; finish that command, or remove the directory to start over"]
+    saved = _flat(read_json(path / COMMAND))
+    current = _flat(state)
+    if differences := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
+        lines = [f"{path}: belongs to another command; finish it, or remove the directory to start over"]
         for name in differences[:MAX_DIFFERENCES]:
-            lines.append(f"{name}: {_shown(there, name)} there, {_shown(here, name)} now")
+            lines.append(f"{name}: {_shown(saved, name)} there, {_shown(current, name)} now")
         if len(differences) > MAX_DIFFERENCES:
             lines.append(f"and {plural(len(differences) - MAX_DIFFERENCES, 'other difference')}")
         raise UserError("\n  ".join(lines))
@@ -314,7 +314,7 @@ class ShardActor:
 
     @cached_property
     def opened(self) -> tuple[ShardDirectory, Answer]:
-        """Opened with the first shard, so that an error is reported as an error of that shard."""
+        """Opened at the first shard, so that an error is reported for that shard."""
         return ShardDirectory(self.out), self.make()
 
     def __call__(self, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class ShardActor:
 def answer_on_ray(
     directory: ShardDirectory, make: Callable[[], Answer], address: str, actors: int | None, cpus: int, gpus: int
 ) -> None:
-    """Answer all missing shards with `actors` Ray actors, by default as many as the cluster has room for.
+    """Answer all missing shards with `actors` Ray actors, by default as many as its resources allow.
 
     Each actor calls `make` once, and gets `cpus` processors and `gpus` GPUs. For `address` see `ray_cluster.connected`.
     """

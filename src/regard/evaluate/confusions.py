@@ -12,8 +12,8 @@ from rapidfuzz.distance import Levenshtein
 from regard.metrics import References, alternatives, closest
 
 MAX_SHOWN = 40  # characters of an example
-NO_TOKEN = "∅"  # on the other side of an insertion or deletion
-# A text is compared as a whole, by tokens separated by spaces, or by characters.
+NO_TOKEN = "∅"  # in place of a token that was inserted or deleted
+# The parts to compare: whole texts, tokens separated by spaces, or characters.
 Unit = Literal["label", "token", "character"]
 _SPLIT: dict[Unit, Callable[[str], Sequence[Hashable]]] = {
     "label": lambda text: (text,),
@@ -65,7 +65,7 @@ def count_confusions(
     locations: Sequence[str] = (),
     lowercase: bool = False,
 ) -> list[Confusion]:
-    """The `limit` most frequent edits that turn the closest references into the outputs with minimal edit distance."""
+    """The `limit` most frequent edits of a minimal edit distance between each output and its closest reference."""
     counts: Counter[tuple[str | None, str | None]] = Counter()
     first: dict[tuple[str | None, str | None], ConfusedExample] = {}
     fold = str.lower if lowercase else str

@@ -1,4 +1,4 @@
-"""Test data: sources, references, prefixes and ready outputs, from the columns of a table or from files."""
+"""Test data: sources, references, prefixes and existing outputs, from the columns of a table or from files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ParallelData:
 
 @dataclass(frozen=True)
 class ParallelFiles:
-    """A table, and files with one line for each line of the table; or only files of references and outputs."""
+    """A table with further files of one line per line of the table; or only files of references and outputs."""
 
     table: Source | None
     references: Sequence[str] = ()
@@ -51,14 +51,14 @@ class ParallelFiles:
 
     @property
     def name(self) -> str:
-        """The file whose lines are counted."""
+        """The name of the file whose lines are counted."""
         return shown(self.references[0]) if self.table is None else self.table.name
 
     def read(self, counter: LineCounter) -> ParallelData:
         """Read all examples; unusable lines of the table and lines without a reference are counted as skipped."""
         paths = [*(self.table.paths if self.table else ()), *self.references, *self.outputs]
         if paths.count(STDIN) > 1:
-            raise UserError("stdin can be read once: name a file for all but one of the table, references and outputs")
+            raise UserError("stdin can be read once; name files for the other references and outputs")
         files = {}
         for path in (*self.references, *self.outputs):
             texts = self.texts.get(path)
@@ -68,7 +68,7 @@ class ParallelFiles:
             if len(lines) != counter.read:
                 raise UserError(
                     f"{self.name} has {plural(counter.read, 'line')} but {shown(path)} has "
-                    f"{plural(len(lines), 'line')}; they must have the same number of lines"
+                    f"{plural(len(lines), 'line')}; both need the same number of lines"
                 )
         data = ParallelData([], [], outputs={path: [] for path in self.outputs})
         for number, request, targets in rows:
@@ -97,7 +97,7 @@ class ParallelFiles:
         return data
 
     def _rows(self, counter: LineCounter, lines: int) -> list[tuple[int, Request, tuple[str, ...]]]:
-        """Number, request and targets of every good line of the table; without a table, of `lines` lines."""
+        """Number, request and targets of every usable line of the table, or of `lines` lines without a table."""
         if self.table is None:
             counter.read = lines
             return [(number + 1, Request(""), ()) for number in range(lines)]
@@ -168,7 +168,7 @@ class UnknownParts:
         if self.target and self.labels is None:
             remarks.append(f"target: {self.target.summary()}")
         elif self.target:
-            remarks.append(f"target: {self.target.summary(noun='label')}; none of these can be right")
+            remarks.append(f"target: {self.target.summary(noun='label')}; the model cannot predict them")
         return remarks
 
     def to_json(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Circuits of language models: logit attribution, QK and OV circuits, neurons; attention rollout.
 
-The LM head is linear, and so is a normalisation with a fixed scale: a logit is the sum of the contributions to the
+The LM head is linear, and so is a normalisation with a fixed scale. A logit is therefore a sum of contributions to the
 residual stream. Feed-forward layers are treated as key-value memories (Geva et al. 2021).
 """
 
@@ -41,7 +41,7 @@ class Attribution:
     heads_LH: Tensor
     feed_forward_L: Tensor
     embedding: float
-    bias: float  # of all layers and of normalisations
+    bias: float  # the sum over layers and normalisations
 
     def __repr__(self) -> str:
         layers, heads = self.heads_LH.shape
@@ -82,7 +82,7 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
         raise UserError(f"{token!r} is {len(ids)} tokens of this vocabulary, not one")
     index = ids[0]
     embedded_D = calls.input(decoder.blocks[0])[place]
-    x_PD = torch.stack((embedded_D, torch.zeros_like(embedded_D)))  # the second part collects all biases
+    x_PD = torch.stack((embedded_D, torch.zeros_like(embedded_D)))  # the second part is the sum of all biases
     sizes = [1, 1]
     head_numbers = []
     for block in decoder.blocks:
@@ -213,7 +213,7 @@ def ov(run: Run, layer: int, head: int) -> Circuit:
 
 
 def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor, tuple[Tensor, Tensor]]:
-    """An attention, the index of a head in it, its input for every token, and the head's keys and values of these."""
+    """An attention, the index of a head in it, its input for every token, and the keys and values of the head."""
     model, decoder = _plain_decoder(run)
     attention = model.attentions().get(f"decoder.blocks.{layer}.attention")
     if attention is None or head not in attention.head_numbers:
@@ -229,7 +229,7 @@ def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor, tupl
 
 
 def _plain_decoder(run: Run) -> tuple[Model, Transformer]:
-    """The model of a run and its decoder, if it is a language model whose contributions add up."""
+    """The model of a run and its decoder; refuses models whose logits are no sum of contributions."""
     require_type(run, Run, A_RUN)
     decoder = run.model.decoder
     if not (run.model.decoder_only and isinstance(decoder, Transformer) and has_plain_blocks(decoder)):
@@ -257,7 +257,7 @@ class Neuron:
 
 @torch.no_grad()
 def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int = 5) -> list[Neuron]:
-    """The neurons of a layer (from 0) with the highest activation relative to their own mean in a text."""
+    """The neurons of a layer (from 0) whose highest activation in a text exceeds their mean the most."""
     require_type(run, Run, A_RUN)
     model = run.model
     decoder = model.decoder
@@ -265,7 +265,7 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
         raise UserError("neurons exist for language models (only a decoder)")
     require_type(text, str, "top_neurons: takes a text")
     if layer not in range(len(decoder.blocks)):
-        raise UserError(f"no layer {layer}; this model has {len(decoder.blocks)}, the first being 0")
+        raise UserError(f"no layer {layer}; this model has {len(decoder.blocks)}, counted from 0")
     block = decoder.blocks[layer]
     assert isinstance(block, Block) and model.output is not None
     down_DF = block.feed_forward.down.weight
@@ -307,7 +307,7 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
 
 
 def rollout(trace: Trace, kind: str | None = None) -> list[np.ndarray]:
-    """The share of every input in every position after each layer, (T, T): the products of (A + I) / 2.
+    """The share of every input in every position after each layer, (T, T): attention rollout, products of (A + I) / 2.
 
     A is the mean over heads; the identity stands for the residual connection. `kind` is encoder or decoder.
     """

@@ -23,13 +23,11 @@ from regard.model import Model, kind_and_layer
 from regard.nn.hooks import record
 from regard.run import Run
 
-MAIN_SHARE = 0.5  # share of a head's weight that characterises the head
-PART_SHARE = 0.1  # share of a head's weight that is worth naming
-MAX_PARTS = 3  # named parts of a head's weight
-EVEN_SHARE = 0.9  # share of the largest possible entropy that counts as even attention
+MAIN_SHARE = 0.5  # minimum share of the weight for a head's main kind of key
+PART_SHARE = 0.1  # minimum share of the weight for a part of a mixed head
+MAX_PARTS = 3  # of a mixed head
+EVEN_SHARE = 0.9  # minimum share of the maximum entropy for even attention
 TOKEN_SIDES = {"encoder": ("source", "source"), "decoder": ("target", "target"), "cross": ("target", "source")}
-
-
 MaskedIds = tuple[Tensor, Tensor]  # token ids (B, T), and which of them are not padding
 
 
@@ -54,8 +52,8 @@ class HeadStatistics:
     induction: float | None = None  # language models: weight on the successor of an earlier copy
 
     def to_json(self) -> dict[str, Any]:
-        present = {key: value for key, value in vars(self).items() if value is not None}
-        rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in present.items()}
+        values = {key: value for key, value in vars(self).items() if value is not None}
+        rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
         return {**rounded, "parts": {what: round(share, 6) for what, share in self.parts}}
 
     @property
@@ -78,40 +76,40 @@ def measure_heads(
         raise UserError(f"{plural(len(links), 'line')} of links for {len(data):,} pairs; each pair needs one")
     batches = task_batches(run, data)
     gradient = gradient_importance(model, batches)
-    ablated = ablation_importance(model, batches) if ablation else {}
+    losses = ablation_importance(model, batches) if ablation else {}
     sums = sum_patch_attention(model, batches) if task.reads == "images" else sum_attention(model, batches)
-    aligned: dict[HeadKey, float] = {}
+    merits: dict[HeadKey, float] = {}
     if task.seq2seq:
         pairs = encode_pairs(run, data)  # type: ignore[arg-type]
         if links is not None and len(pairs) != len(data):
             raise UserError("every pair with links needs a target")
-        aligned = alignment_merits(model, pairs, links)
+        merits = alignment_merits(model, pairs, links)
     text = torch.from_numpy(text_ids(run.codec.target.size, run.codec.target.special))
-    induced = induction_scores(model, text) if task.name == "lm" else {}
+    induction = induction_scores(model, text) if task.name == "lm" else {}
     heads = []
     for name, attention in model.attentions().items():
         for index, number in enumerate(attention.head_numbers):
             key = name, index
             location = name, *kind_and_layer(name), number, index
-            importance = gradient[key], ablated.get(key)
+            importance = gradient[key], losses.get(key)
             what, share = sums[name].describe(index)
             parts = sums[name].parts(index)
-            measured = aligned.get(key), induced.get(key)
+            roles = merits.get(key), induction.get(key)
             means = sums[name].means(index)
-            heads.append(HeadStatistics(*location, *importance, *means, what, share, parts, *measured))
-    aligning = best_alignment_heads(heads)
-    inducing = induction_heads(heads)
-    heads = [replace(h, what="alignment", share=h.alignment or 0.0) if h in aligning else h for h in heads]
-    return [replace(h, what="induction", share=h.induction or 0.0) if h in inducing else h for h in heads]
+            heads.append(HeadStatistics(*location, *importance, *means, what, share, parts, *roles))
+    alignment_heads = best_alignment_heads(heads)
+    successor_heads = induction_heads(heads)
+    heads = [replace(h, what="alignment", share=h.alignment or 0.0) if h in alignment_heads else h for h in heads]
+    return [replace(h, what="induction", share=h.induction or 0.0) if h in successor_heads else h for h in heads]
 
 
 def induction_heads(heads: Sequence[HeadStatistics]) -> list[HeadStatistics]:
-    """The heads that mainly attend to the successor of an earlier copy of their token, the clearest first."""
+    """The heads that mainly attend to the successor of an earlier copy of their token, the strongest first."""
     return sorted((h for h in heads if (h.induction or 0.0) >= MAIN_SHARE), key=lambda h: -(h.induction or 0.0))
 
 
 def best_alignment_heads(heads: Sequence[HeadStatistics]) -> list[HeadStatistics]:
-    """The best alignment head and those nearly as good, in model order."""
+    """The best alignment head and heads that are nearly as good, in model order."""
     return best_heads({h: h.alignment for h in heads if h.alignment is not None})
 
 
@@ -119,9 +117,9 @@ def grids(heads: Sequence[HeadStatistics], value: Callable[[HeadStatistics], flo
     """A number per head as a matrix (layers, heads) for each kind of attention; NaN for missing heads."""
     out: dict[str, np.ndarray] = {}
     for kind in dict.fromkeys(h.kind for h in heads):
-        these = [h for h in heads if h.kind == kind]
-        out[kind] = np.full((max(h.layer for h in these) + 1, max(h.head for h in these) + 1), math.nan)
-        for h in these:
+        same_kind = [h for h in heads if h.kind == kind]
+        out[kind] = np.full((max(h.layer for h in same_kind) + 1, max(h.head for h in same_kind) + 1), math.nan)
+        for h in same_kind:
             if (number := value(h)) is not None:
                 out[kind][h.layer, h.head] = max(0.0, number)
     return out
@@ -134,7 +132,7 @@ class AttentionSums:
         self.sums_3H = torch.zeros(3, heads, device=device)  # confidence, entropy and distance
         self.max_entropy = 0.0  # of even attention, in bits
         self.queries = 0
-        # By kind of key: the weight on it, and the number of queries that have such a key.
+        # Kind of key -> the weight on it, and the number of queries that have such a key.
         self.targets: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, weights_BHTS: Tensor, queries: int, max_entropy: float, distance_H: Tensor) -> None:
@@ -205,7 +203,7 @@ def _add_tokens(sums: AttentionSums, weights_BHTS: Tensor, kind: str, queries: M
     if kind == "decoder":
         mask_BTS = mask_BTS & (s_S <= t_T1)
     keys_BT = mask_BTS.sum(2)
-    counted_BT = keys_BT > 1  # a query with a single key has no choice
+    counted_BT = keys_BT > 1  # a query with a single key is not informative
     mask_BTS = mask_BTS & counted_BT.unsqueeze(2)
     weights_BHTS = weights_BHTS.float() * mask_BTS.unsqueeze(1)
     distance_BTS = (s_S - t_T1).float().unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Inputs of the inspection: one example as a model's input, and batches of a task's data to measure heads on."""
+"""Inputs of inspection: one example as the input of a model, and batches of data to measure heads on."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from regard.text.codec import Direction, Example, direction
 
 CLASS_TOKEN = "<cls>"  # display name of the class token of an image
 
-NOTE_TEXTS = {  # of notes that the page's script writes too
-    "shortened": "The {side} has {count} tokens; the model was shown, and you see, the first {limit}.",
-    "limit": "The output reached the length limit, before its end token.",
+NOTE_TEXTS = {  # of notes that the script of the page also writes
+    "shortened": "The {side} has {count} tokens; only the first {limit} were traced and are shown.",
+    "limit": "The output reached the length limit before its end token.",
 }
 
 
 class Note(NamedTuple):
-    """A remark on a trace. A page that computes another trace keeps the notes on the method."""
+    """A remark on a trace. A live page keeps the notes on the method for its next traces."""
 
     kind: Literal["shortened", "method", "unmeasured", "limit"]
     text: str
@@ -64,7 +64,7 @@ class InspectionInput:
     tokens: dict[str, tuple[str, ...]]  # token rows by name: source, input, output
     directions: dict[str, Direction]  # by token row
     texts: dict[str, str]
-    labels: list[int] | None  # outputs to score; None: the most probable ones
+    labels: list[int] | None  # outputs to score; None: the most probable outputs
     names: OutputNames
     notes: list[Note] = field(default_factory=list)
     image: ImageInput | None = None
@@ -122,11 +122,11 @@ def _token_input(
     ids = {stack: rows[name] for stack, name in (("encoder", "source"), ("decoder", "input")) if name in rows}
     first, *others = (torch.tensor([row], device=run.model.device) for row in ids.values())
     tokens = {name: tuple(pieces[name](row)) for name, row in rows.items()}
-    # Features stand before the text and are written like names, so tokens do not tell the direction, but the text does.
-    written = {"input": "output"}
-    present = {name: text for name, text in texts.items() if text is not None}
-    directions = {name: direction(present.get(written.get(name, name)) or present.get("text", "")) for name in rows}
-    return InspectionInput((first, None, *others), ids, tokens, directions, present, labels, names, notes)
+    # The direction is that of the text: features precede it in the tokens, and may be written in another script.
+    text_names = {"input": "output"}
+    by_name = {name: text for name, text in texts.items() if text is not None}
+    directions = {name: direction(by_name.get(text_names.get(name, name)) or by_name.get("text", "")) for name in rows}
+    return InspectionInput((first, None, *others), ids, tokens, directions, by_name, labels, names, notes)
 
 
 _INPUTS: dict[str, Callable[[Run, Example, Sequence[int], int], InspectionInput]] = {
@@ -145,7 +145,7 @@ def image_input(run: Run, image_CHW: np.ndarray, label: str | None, name: str, l
     patches = run.config.image_patches
     expected = (patches.channels, patches.height, patches.width)
     if image_CHW.shape != expected:
-        raise UserError(f"{name}: its (channels, height, width) are {image_CHW.shape}; the model expects {expected}")
+        raise UserError(f"{name}: its (channels, height, width) are {image_CHW.shape}; the model reads {expected}")
     if patches.count > limit:
         raise UserError(f"{name}: it has {patches.count} patches; at most {limit} can be shown")
     scaled_CHW = image_CHW.astype(np.float32) if run.pixels is None else run.pixels(image_CHW[None])[0]
@@ -274,9 +274,9 @@ def _lm_batches(run: Run, text: str, tokens: int) -> list[Batch]:
 
 
 def _masked_batches(run: Run, text: str, tokens: int) -> list[Batch]:
-    """Every MASK_EVERY-th token is masked, starting at a different position in each row; special tokens never are."""
+    """Every MASK_EVERY-th token is masked, from a different position in each row, but no special token."""
     if run.config.ids.mask is None:
-        raise UserError("measuring the heads of this model needs a mask token, which its vocabulary lacks")
+        raise UserError("the heads of this model are measured with a mask token, which its vocabulary lacks")
     before, after = run.config.ids.around(run.config.frame)
     ids, length = _window_length(run, text, len(before + after))
     starts = range(0, len(ids) - length + 1, length)

@@ -1,7 +1,7 @@
 """The live page: one HTML file that contains the model and computes in the browser.
 
-Before the file is written, its script runs on samples in a JavaScript engine; the results must equal those of torch
-with the weights stored in the file.
+Before the file is written, its script runs on samples in a JavaScript engine. The results must equal those of torch
+with the same stored weights.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class WeightPacker:
         self.entries: dict[str, dict[str, Any]] = {}
         self.stored: dict[str, torch.Tensor] = {}  # values after packing
         self.bytes = bytearray()
-        self._known: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # by address
 
     def add(self, name: str, x: torch.Tensor) -> None:
         """Add a tensor; a shared tensor is stored once."""
-        if x.data_ptr() in self._known:
-            self.entries[name] = self.entries[self._known[x.data_ptr()]]
+        if x.data_ptr() in self._names:
+            self.entries[name] = self.entries[self._names[x.data_ptr()]]
             return
-        self._known[x.data_ptr()] = name
+        self._names[x.data_ptr()] = name
         values = x.detach().float().cpu().numpy()
         kind, data, stored = _pack(values, self.precision if values.ndim == 2 else "fp32")
         self.entries[name] = {"shape": list(values.shape), "type": kind, "at": len(self.bytes)}
@@ -77,7 +77,7 @@ def _pack(values: np.ndarray, precision: Precision) -> tuple[str, bytes, np.ndar
 
 
 def model_block(run: Run, weights: WeightPacker, examples: Sequence[Example] = ()) -> dict[str, Any]:
-    """The run as the page's script reads it: config, weights, tokenizers, search limits."""
+    """The model block of the page: config, weights, tokenizers and search limits."""
     config = run.config
     task = run.task
     for name, x in run.model.named_parameters(remove_duplicate=False):
@@ -131,7 +131,7 @@ def require_supported(run: Run) -> None:
     """Refuse models that the page's script cannot compute."""
     require_numbers(run)
     if any(stack.mixer == "lsh" for stack in run.config.stacks.values()):
-        raise UserError(f"{run.path}: a page cannot compute LSH attention; regard inspect shows it")
+        raise UserError(f"{run.path}: a page cannot compute LSH attention; use regard inspect without --live")
     if isinstance(run.codec.source, ForeignTokenizer) and run.task.reads != "images":
         supported = "char, nfd, space, word, byte, bpe and unigram tokenizers learned by regard"
         raise UserError(f"{run.path}: its tokenizer was imported; a page supports {supported}")
@@ -151,7 +151,7 @@ def first_trace(run: Run, example: Example | None) -> Trace:
 
 
 def sample_sources(run: Run, count: int) -> list[Example]:
-    """Texts of random tokens with random features; frequent tokens (low ids) are drawn more often."""
+    """Texts of random tokens with random features; low ids, which are frequent tokens, are drawn more often."""
     random = np.random.default_rng(1)
     source = run.codec.source
     first = max(source.special, default=-1) + 1
@@ -175,7 +175,7 @@ def live_page(
     samples: int = 4,
     first: Trace | None = None,
 ) -> tuple[str, ConversionReport]:
-    """The proven page of a run with its model, and the report. It shows `first` or a trace of `example`."""
+    """The proven page of a run with its model, and the report. The page opens with `first` or a trace of `example`."""
     require_supported(run)
     weights = WeightPacker(precision)
     examples = [] if run.task.reads == "images" else sample_sources(run, samples)
@@ -251,7 +251,7 @@ def page_input(example: Example) -> dict[str, Any]:
 
 
 def _same_outputs(page: PageEngine, run: Run, example: Example, beam: int) -> float:
-    """Both search, and both score the output of torch."""
+    """Search with script and torch, and score the output of torch with both -> the largest difference."""
     engine = TorchEngine(run, Options(beam=beam, max_length=PROVEN_LENGTH))
     ours = engine([Request(example.source, example.features)])[0][0]
     options = {"strategy": "beam" if beam > 1 else "greedy", "beam": beam, "nbest": 1, "maxLength": PROVEN_LENGTH}
@@ -270,7 +270,7 @@ def _same_outputs(page: PageEngine, run: Run, example: Example, beam: int) -> fl
 
 
 def _same_predictions(page: PageEngine, run: Run, example: Example | None) -> float:
-    """Both predict a class or every masked token. Without an example, the input is a random image."""
+    """Predict with script and torch, by default for a random image -> the largest difference of probabilities."""
     if example is None:
         patches = run.config.image_patches
         image = np.random.default_rng(1).random((patches.channels, patches.height, patches.width)).astype(np.float32)

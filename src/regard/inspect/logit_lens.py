@@ -1,4 +1,4 @@
-"""Predictions at every step and by every layer (logit lens), and their attribution to inputs and heads."""
+"""The predictions of every output step and layer (logit lens), and their attribution to inputs and heads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ OutputNames = Callable[[Sequence[int]], list[str]]  # names of tokens, or of cla
 
 STEP_CANDIDATES = 8
 LENS_CANDIDATES = 5
-MASKED_COPIES = 32  # copies of a text in a batch, each with a different token masked
-SILENCED_COPIES = 32  # copies of an input in a batch, each with a different head silenced
-SILENCED_LOGITS = 1 << 24  # upper limit of logits of such a batch
+MASKED_COPIES = 32  # per batch: copies of a text, each with a different token masked
+SILENCED_COPIES = 32  # per batch: copies of an input, each with a different head silenced
+SILENCED_LOGITS = 1 << 24  # maximum logits of a batch of silenced copies
 
 
 class Prediction(NamedTuple):
@@ -64,7 +64,7 @@ def entropy_bits(probability: Tensor) -> Tensor:
 
 
 def output_steps(logits_TV: Tensor, labels: Sequence[int], names: OutputNames) -> tuple[OutputStep, ...]:
-    """Every output step with its label."""
+    """The output steps, each with the probability of its label."""
     probability_TV = logits_TV.softmax(-1)
     entropy_T = entropy_bits(probability_TV).tolist()
     normaliser_T = logits_TV.logsumexp(-1).tolist()
@@ -103,7 +103,7 @@ def logit_lens(model: Model, vectors: Mapping[str, Tensor], names: OutputNames) 
 
 @torch.no_grad()
 def mask_each_token(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits (S, V) and lens vectors (S, D) of every token; tokens in `maskable` are masked in a copy of the text."""
+    """Logits (S, V) and lens vectors (S, D) of every token; each token in `maskable` is masked in its own copy."""
     logits: list[Tensor] = []
     vectors: dict[str, list[Tensor]] = {hook: [] for hook in lens_hooks(model).values()}
     for masked_NS, row_N, position_N in _masked_copies(model, ids_S, maskable):
@@ -125,10 +125,10 @@ def _masked_copies(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> Iter
 
 
 def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int]) -> Tensor:
-    """Gradient x input (T, S) of the log-probability of each label, for the first input of a batch of one."""
+    """Gradient x input (T, S) of the log-probability of each label, for the first stack of a batch of one."""
     with _embedded(model) as embedded, torch.enable_grad():
         label_logps = list(model(*arguments)[0].float().log_softmax(-1)[range(len(labels)), labels])
-    first_1SD = embedded[0]  # a shared table embeds the source first
+    first_1SD = embedded[0]  # with a shared table, the source is embedded first
     gradients = (torch.autograd.grad(logp, first_1SD, retain_graph=True)[0] for logp in label_logps)
     return torch.stack([(gradient_1SD * first_1SD.detach())[0].sum(-1) for gradient_1SD in gradients])
 
@@ -167,7 +167,7 @@ def _embedded(model: Model) -> Iterator[list[Tensor]]:
 def head_importance(
     model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int], score: float
 ) -> dict[str, list[float]]:
-    """The log-probability lost from `score`, of a batch of one, when a head is silenced: by attention and head."""
+    """The log-probability lost from `score` when one head is silenced, by attention and head; for a batch of one."""
     attentions = model.attentions()
     keys = [(name, head) for name, attention in attentions.items() for head in range(attention.heads)]
     logits = len(labels) * (model.config.classes or model.config.output_vocab)
@@ -182,8 +182,8 @@ def head_importance(
         with patch(model, {f"{name}.mixed": gate_NH11.mul for name, gate_NH11 in gates.items()}):
             logp_NTV = model(*inputs).float().log_softmax(-1)
         scores_N = logp_NTV[:, range(len(labels)), labels].sum(-1).tolist()
-        for (name, _), left in zip(silenced, scores_N, strict=True):
-            out[name].append(score - left)
+        for (name, _), score_without in zip(silenced, scores_N, strict=True):
+            out[name].append(score - score_without)
     return out
 
 
@@ -191,12 +191,12 @@ def head_importance(
 def masked_importance(model: Model, ids_S: Tensor, maskable: Sequence[int], score: float) -> dict[str, list[float]]:
     """`head_importance` of a text with each token masked in turn."""
 
-    def left(name: str, head: int) -> float:
+    def score_without(name: str, head: int) -> float:
         with patch(model, {f"{name}.mixed": without(head)}):
             logits_SV, _ = mask_each_token(model, ids_S, maskable)
         return float(logits_SV.log_softmax(-1)[range(len(ids_S)), ids_S].sum())
 
     return {
-        name: [score - left(name, head) for head in range(attention.heads)]
+        name: [score - score_without(name, head) for head in range(attention.heads)]
         for name, attention in model.attentions().items()
     }

@@ -1,6 +1,6 @@
 """The attention page: one HTML file that needs no network, no server and no other file.
 
-Text from outside (tokens, names) is escaped JSON in a data block; it becomes text nodes, never markup. The content
+Untrusted text (tokens, names) is escaped JSON in a data block; it becomes text nodes, never markup. The content
 security policy allows only the page's own script and style, by their hashes.
 """
 
@@ -42,7 +42,7 @@ class Packer:
         if isinstance(value, np.ndarray):
             return self.weights(value) if name == "weights" and value.min(initial=0.0) >= 0 else self.signed(value)
         if isinstance(value, float):
-            return float(f"{value:.5g}") if np.isfinite(value) else None  # more digits are never shown
+            return float(f"{value:.5g}") if np.isfinite(value) else None  # the page shows fewer digits
         if isinstance(value, tuple | list):
             return [self.json(item) for item in value]
         if is_dataclass(value):
@@ -85,7 +85,7 @@ def read_asset(name: str) -> str:
 
 @cache
 def bundle(entry: str, read: Callable[[str], str] = read_asset) -> str:
-    """One function with the statements of a JavaScript module and its imports, dependencies first.
+    """Bundle a JavaScript module and its imports into one function, dependencies first.
 
     Modules may only use named imports and exports, and no two may declare the same name.
     """

@@ -1,4 +1,4 @@
-"""Drawings of attention: matplotlib figures (the extra `plot`), without its global state, and terminal output."""
+"""Drawings of attention: matplotlib figures (the extra `plot`) without global state, and terminal output."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def draw_matrix(matrix: AttentionMatrix) -> Figure:
 
 
 def _picture_label(token: str) -> str:
-    """A token as a label; a lone Hebrew or Arabic point is placed before its circle.
+    """A token as a label; a Hebrew or Arabic point without a letter is placed before its circle.
 
     The font has no anchor for such points on a circle. The invisible first character prevents a second circle.
     """
@@ -200,7 +200,7 @@ LTR_MARK = "\N{LEFT-TO-RIGHT MARK}"
 MIN_CELL = 2  # columns of a cell
 MAX_CELL = 12
 Weights = Sequence[Sequence[float]]  # rows: target tokens; columns: source tokens
-Cell = tuple[str, float | None]  # text; or blanks of the cell's width with a weight
+Cell = tuple[str, float | None]  # a text without a weight, or blanks of the width of the cell with its weight
 
 
 def draw_in_shades(
@@ -287,7 +287,7 @@ def _rows(
 
 
 def _bands(sizes: Sequence[int], width: int) -> Iterator[range]:
-    """Ranges of columns that fit next to the margin, each at least one column."""
+    """Ranges of columns that fit into the width, each at least one column."""
     start = used = 0
     for i, size in enumerate(sizes):
         if i > start and used + size + 1 > width:

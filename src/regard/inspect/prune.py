@@ -31,12 +31,12 @@ NO_HEADS: HeadGroups = MappingProxyType({})
 
 
 def gradient_importance(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> dict[HeadKey, float]:
-    """The expected |dL/dg| per token of a gate g = 1 on each head left, with separate gates for every example."""
+    """The expected |dL/dg| per token of a gate g = 1 on each remaining head, with separate gates for every example."""
     device = model.device
     heads = {name: attention.heads for name, attention in model.attentions().items()}
     total = {name: torch.zeros(count, device=device) for name, count in heads.items()}
     tokens = 0
-    frozen = [p for p in model.parameters() if p.requires_grad]
+    trainable = [p for p in model.parameters() if p.requires_grad]
     model.requires_grad_(False)
     try:
         for batch in batches:
@@ -52,13 +52,13 @@ def gradient_importance(model: Model, batches: Sequence[Batch], removed: HeadGro
                 total[name] += grad_BH11.abs().sum((0, 2, 3))
             tokens += batch.tokens
     finally:
-        for parameter in frozen:
+        for parameter in trainable:
             parameter.requires_grad_(True)
     return {(name, head): float(total[name][head] / max(1, tokens)) for name, head in _heads_left(model, removed)}
 
 
 def ablation_importance(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> dict[HeadKey, float]:
-    """The rise of the loss per token when a head is ablated in addition to those in `removed`, for each head."""
+    """The increase of the loss per token when one more head is ablated in addition to `removed`, for each head."""
     loss = mean_loss(model, batches, removed)
     return {
         (name, head): mean_loss(model, batches, {**removed, name: [*removed.get(name, ()), head]}) - loss
@@ -128,8 +128,8 @@ class PruneAmount:
         if self.threshold is not None:
             below = sum(value < self.threshold for value in importance.values())
             if not below:
-                least = f"the smallest importance is {min(importance.values()):.3g}"
-                raise UserError(f"--threshold {self.threshold:g}: every head is above it; {least}")
+                smallest = f"the smallest importance is {min(importance.values()):.3g}"
+                raise UserError(f"--threshold {self.threshold:g}: every head is above it; {smallest}")
             return min(below, most)
         count = self.count if self.count is not None else round((self.fraction or 0) * len(importance))
         if count > most:
@@ -144,7 +144,7 @@ def count_heads(model: Model) -> int:
 
 
 def removable_heads(model: Model, order: Sequence[HeadKey]) -> list[HeadKey]:
-    """The heads of `order` that can be removed: every attention keeps its last one."""
+    """The heads of `order` that can be removed, in order: every attention keeps its last remaining head."""
     left = {name: attention.heads for name, attention in model.attentions().items()}
     out = []
     for name, head in order:
@@ -157,13 +157,13 @@ def removable_heads(model: Model, order: Sequence[HeadKey]) -> list[HeadKey]:
 def greedy_order(
     model: Model, batches: Sequence[Batch], count: int, by: Criterion, say: Callable[[str], None]
 ) -> list[HeadKey]:
-    """The heads to remove, in order; importance is measured again after each removal."""
+    """Choose the heads to remove, in order; importance is measured again after each choice."""
     order: list[HeadKey] = []
-    for chosen in range(1, count + 1):
+    for number in range(1, count + 1):
         ranking = rank_heads(model, batches, by, group_heads(order))
-        order = removable_heads(model, [*order, *ranking])[:chosen]
-        if chosen % 10 == 0:
-            say(f"{chosen} of {count} heads chosen")
+        order = removable_heads(model, [*order, *ranking])[:number]
+        if number % 10 == 0:
+            say(f"{number} of {count} heads chosen")
     return order
 
 
@@ -235,11 +235,11 @@ def _pruned_parameters(attention: Attention, heads: list[int]) -> Iterator[tuple
         yield name, x
 
 
-FILES = ("config.json", WEIGHTS)  # of a run, changed by pruning
+FILES = ("config.json", WEIGHTS)  # of a run that pruning changes
 
 
 def gate_heads(model: Model) -> None:
-    """Add gates to all heads; they must be prunable."""
+    """Add gates to all heads; refuse models whose heads cannot be pruned."""
     layers = model.attentions().values()
     plain = all(isinstance(a, Attention) and a.key_value is not None for a in layers)
     if not plain or any(isinstance(part, ReversibleBlock) for part in model.modules()):

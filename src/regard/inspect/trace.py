@@ -1,4 +1,4 @@
-"""A trace: the values of the forward pass of one example; pages and drawings are made from it, without the model."""
+"""A trace holds the values of the forward pass of one example; pages and drawings need no model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from regard.decode.alignment import MAX_HEADS, NEARLY_BEST, alignment_quality, best_heads, load_heads
+from regard.decode.alignment import MAX_HEADS, MIN_MERIT, alignment_quality, best_heads, load_heads
 from regard.decode.engine import TorchEngine
 from regard.decode.request import HeadIndex, Options, Request
 from regard.errors import UserError, plural
@@ -41,7 +41,7 @@ PAGE_CONSTANTS = {  # read by the page's script: web/shared/constants.js
     "step_candidates": logit_lens.STEP_CANDIDATES,
     "lens_candidates": logit_lens.LENS_CANDIDATES,
     "max_alignment_heads": MAX_HEADS,
-    "nearly_best": NEARLY_BEST,
+    "nearly_best": MIN_MERIT,
     "main_share": head_statistics.MAIN_SHARE,
     "part_share": head_statistics.PART_SHARE,
     "max_parts": head_statistics.MAX_PARTS,
@@ -126,8 +126,8 @@ class Trace:
         """The map of one layer and kind of attention."""
         maps = {(m.kind, m.layer): m for m in self.maps}
         if (kind, layer) not in maps:
-            known = ", ".join(f"{name} layer {number + 1}" for name, number in sorted(maps))
-            raise UserError(f"no {kind} attention in layer {layer + 1}; this model has {known}")
+            layers = ", ".join(f"{name} layer {number + 1}" for name, number in sorted(maps))
+            raise UserError(f"no {kind} attention in layer {layer + 1}; this model has {layers}")
         return maps[kind, layer]
 
     @property
@@ -136,7 +136,7 @@ class Trace:
         return "cross" if self.alignment else self.maps[0].kind
 
     def matrix(self, kind: str | None = None, layer: int | None = None, head: int | None = None) -> AttentionMatrix:
-        """A head by number, or the mean over the heads of a layer; by default the alignment or the last layer."""
+        """A head by number, or the mean over the heads of a layer; by default the alignment, else the last layer."""
         if kind is None and layer is None and self.alignment:
             names = TOKEN_ROWS["cross"]
             weights_TS = next(iter(self.alignment.values()))
@@ -145,8 +145,8 @@ class Trace:
             last = max((m.layer for m in self.maps if m.kind == kind), default=0)
             m = self.find(kind, last if layer is None else layer)
             if head is not None and head not in m.heads:
-                known = ", ".join(str(number + 1) for number in m.heads)
-                raise UserError(f"no head {head + 1} in layer {m.layer + 1}; it has {known}")
+                numbers = ", ".join(str(number + 1) for number in m.heads)
+                raise UserError(f"no head {head + 1} in layer {m.layer + 1}; it has {numbers}")
             names = m.rows, m.columns
             weights_TS = m.weights_HTS.mean(0) if head is None else m.weights_HTS[m.heads.index(head)]
         rows, columns = names
@@ -192,7 +192,7 @@ def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, fe
     """
     if run.task.name == "lm":
         if answer is not None and more:
-            raise UserError("either give a continuation or let the model generate one, not both")
+            raise UserError("a continuation and a number of generated tokens exclude each other; choose one")
         ids = run.codec.target.encode([answer])[0] if answer is not None else []
         return trace(run, Example(text), ids or continuation(run, text, more))
     if more:
@@ -211,11 +211,11 @@ def trace_pair(run: Run, example: Example, target: str | None = None, beam: int 
         raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
     ids = list(best.ids)
     limit = best.flags.get("max_length")
-    if limit is not None and ids[-1] == run.config.ids.eos:  # it was forced by the length limit
+    if limit is not None and ids[-1] == run.config.ids.eos:  # the length limit forced the end token
         ids.pop()
-    traced = trace(run, example, ids, heads=load_heads(run.path))
-    note = Note("limit", f"The output {limit}, before its end token.")
-    return traced if limit is None else replace(traced, notes=(*traced.notes, note))
+    result = trace(run, example, ids, heads=load_heads(run.path))
+    note = Note("limit", f"The output {limit} before its end token.")
+    return result if limit is None else replace(result, notes=(*result.notes, note))
 
 
 @torch.no_grad()
@@ -258,7 +258,7 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[HeadIndex] =
         best = logits_TV.argmax(-1).tolist()
         labels = [] if model.output is None else best if inputs.labels is None else inputs.labels
         score = float(logits_TV.log_softmax(-1)[range(len(labels)), labels].sum()) if labels else 0.0
-        attributed = _attribution(model, inputs, labels, masked)
+        attribution = _attribution(model, inputs, labels, masked)
         importance, unmeasured = _importance(model, inputs, labels, score, masked)
     finally:
         model.train(was_training)
@@ -293,12 +293,12 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[HeadIndex] =
         unit="class" if model.classifies else "token",
         image=inputs.image,
         distances=distances,
-        attribution=attributed,
+        attribution=attribution,
         importance=importance,
     )
 
 
-MaskedText = tuple[torch.Tensor, list[int]]  # ids, and the positions to mask in turn
+MaskedText = tuple[torch.Tensor, list[int]]  # ids, and the positions to mask one at a time
 
 
 def _attribution(

@@ -39,7 +39,7 @@ class Vector:
 
     @classmethod
     def of(cls, label: str, x: Tensor, tokens: int | None = WALK_TOKENS) -> Vector:
-        """From (T, D) or (H, T, E)."""
+        """Make a vector from (T, D) or (H, T, E)."""
         x = x[..., :tokens, :].float().cpu()
         return cls(label, x[..., :SHOWN_NUMBERS].numpy(), x.norm(dim=-1).numpy(), x.shape[-1])
 
@@ -51,13 +51,13 @@ def vectors_of(tensors: Mapping[str, Tensor]) -> tuple[Vector, ...]:
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """The steps from queries to attention weights; the map with the name `map` has the weights themselves."""
+    """The steps from queries to attention weights; the weights are in the attention map named `map`."""
 
     map: str
     raw_HTS: np.ndarray
     scale: float  # scores are raw * scale
     bias_HTS: np.ndarray | None
-    mask_TS: np.ndarray | None  # False: masked; None: no mask
+    mask_TS: np.ndarray | None  # True: may attend; None: no mask
     keys: Vector
     values: Vector
 
@@ -99,7 +99,7 @@ def norm_formula(norm: nn.Module, x: str) -> str:
 
 
 def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[int] | None) -> Card:
-    """The input of the first layer of a stack; without ids, from the patches of an image."""
+    """The card of the input of a stack's first layer; without ids, the input is an image."""
     stack: Transformer = getattr(model, name)
     if ids is None:
         patches = model.config.image_patches
@@ -147,7 +147,7 @@ def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[i
 
 
 def prediction_card(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
-    """From the last vector to logits and probabilities."""
+    """The card of the step from the last vector to logits and probabilities."""
     assert model.output is not None
     vocab, width = model.output.weight.shape
     normed = "" if isinstance(norm, nn.Identity) else " after a last normalisation"
@@ -179,7 +179,7 @@ class PositionHeatmap:
 
 @torch.no_grad()
 def position_heatmap(name: str, stack: Transformer, length: int) -> PositionHeatmap | None:
-    """The encoding of the first `length` positions of a stack; None if it has no picture."""
+    """The encoding of the first `length` positions of a stack; None if no heatmap can show it."""
     position = stack.position
     pos_1T = torch.arange(length, device=next(stack.parameters()).device).unsqueeze(0)
     if isinstance(position, Learned):

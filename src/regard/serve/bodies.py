@@ -26,7 +26,7 @@ BOUNDS = {
     "seed": 2**63 - 1,
 }
 # Bodies are validated in the event loop, where millions of wrong values would take seconds.
-SMALL_BODY_BYTES = 4096  # too small for too many values
+SMALL_BODY_BYTES = 4096  # smaller bodies cannot have too many values
 MAX_VALUES = 50_000  # of a body
 MAX_KEYS = 100  # of each object in a body
 
@@ -44,7 +44,7 @@ class Body(BaseModel):
 
 
 def _checked_keys(value: Any) -> Any:
-    """Refuse unknown keys here: the constructor of `Request` would report them as an error of the program."""
+    """Refuse unknown keys here: the constructor of `Request` would report them as a programming error."""
     if isinstance(value, dict):
         fields = Request.model_fields
         for key in value:
@@ -62,7 +62,7 @@ Inputs = Text | Constrained | Annotated[list[Text | Constrained], LIST]
 class GenerateBody(Options):
     """Inputs to decode, with any option of `regard generate`."""
 
-    run: Name | None = Field(None, description="The name of a run; optional if only one run can do this.")
+    run: Name | None = Field(None, description="The name of a run; optional if only one run has these answers.")
     inputs: Inputs = Field(description="A text, an object with its own constraints, or a list of texts and objects.")
     attention: bool = Field(False, description="Add every attention map of the best output of each input.")
     stream: bool = Field(False, description="Send every token as it is decoded, as server-sent events; one input only.")

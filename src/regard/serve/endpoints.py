@@ -1,4 +1,4 @@
-"""The endpoints, which the HTTP server and the replicas of Ray Serve share: paths, access, errors in one shape."""
+"""The endpoints of the HTTP server and of Ray Serve replicas: paths, access, and one shape for all errors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from regard.serve.settings import Keys
 
 log = logging.getLogger("regard.serve")
 
-# Who may use a route, where the server has keys: everyone, clients with a key (in the header, or in a field of the body
-# as well), or clients with an admin key.
+# Who may use a route if the server has keys: everyone, clients with a key (in the header, or optionally in a field of
+# the body), or clients with an admin key.
 Access = Literal["open", "key", "key or body", "admin"]
 
 
@@ -56,7 +56,7 @@ def routes(handlers: Handlers) -> list[Route]:
 
 
 class Endpoints:
-    """Answers requests by a table of routes, for any HTTP server."""
+    """Answers the requests of any HTTP server by a table of routes."""
 
     def __init__(self, routes: Iterable[Route], handlers: Handlers, keys: Keys) -> None:
         self.paths: dict[str, dict[str, Route]] = {}
@@ -90,8 +90,8 @@ class Endpoints:
         methods = self.paths.get(path, {})
         access = next((route.access for route in methods.values()), "key")
         key = _key(headers)
-        known = not self._keys.any or self._keys.allows(key)
-        if not known and access in ("key", "admin"):
+        authorized = not self._keys.any or self._keys.allows(key)
+        if not authorized and access in ("key", "admin"):
             raise Refused(401, "a key is required, as the header Authorization: Bearer KEY")
         if not methods:
             raise Refused(404, f"{method} {path[:200]}: no such path")
@@ -106,7 +106,7 @@ class Endpoints:
         if access != "admin":
             self._handlers.check_room()  # before the body is read
         body = bodies.parse_body(route.body, await self._read(headers, read), self._handlers.settings.max_inputs)
-        if not known and access == "key or body" and not self._keys.allows(getattr(body, "api_key", "")):
+        if not authorized and access == "key or body" and not self._keys.allows(getattr(body, "api_key", "")):
             raise Refused(401, "a key is required: api_key, or the header Authorization: Bearer KEY")
         return await route.handle(body)
 

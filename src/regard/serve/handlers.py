@@ -22,13 +22,13 @@ from regard.serve.settings import ServeSettings
 from regard.suggest import closest
 
 Answer = dict[str, Any]
-TRACE_COST = 20  # of recording all attention of a hypothesis, in hypotheses
+TRACE_COST = 20  # of recording all attention of one hypothesis, as a multiple of decoding it
 TOKENS_PER_CHARACTER = 3  # estimated maximum length of an output, per character of the source
 EXTRA_TOKENS = 50
 
 
 class Handlers:
-    """The handlers over one service."""
+    """The handlers of one service."""
 
     def __init__(self, service: Service, settings: ServeSettings) -> None:
         self.service = service
@@ -48,14 +48,14 @@ class Handlers:
                 task = runs[name]["task"]
                 raise Refused(422, f"run: {name} has the task {task} and cannot {kind}, only {', '.join(kinds)}")
             return name
-        able = [each for each, run in runs.items() if kind in run["kinds"]]
-        if len(able) != 1:
-            which = f"which one of {', '.join(able)}?" if able else f"no run can {kind}"
+        candidates = [each for each, run in runs.items() if kind in run["kinds"]]
+        if len(candidates) != 1:
+            which = f"which one of {', '.join(candidates)}?" if candidates else f"no run can {kind}"
             raise Refused(422, f"run: {which}")
-        return able[0]
+        return candidates[0]
 
     def make_job(self, run: str, kind: str, options: dict[str, Any], items: list[Answer], rows: int = 1) -> Job:
-        """A job, if it is not too much work for one request."""
+        """Make a job; refuse a request that is too much work."""
         if len(items) > self.settings.max_inputs:
             raise Refused(413, f"{len(items)} inputs; at most {self.settings.max_inputs} in one request")
         lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
@@ -83,7 +83,7 @@ class Handlers:
         return Refused(429, "the queue is full; try again later", retry_after=self.service.wait_seconds())
 
     async def results(self, job: Job, complete: bool = False) -> list[Answer]:
-        """The results of a job, in order; if all inputs failed, or any of a `complete` answer, the request fails."""
+        """The results of a job, in order. Raises if all inputs failed or, with `complete`, if any failed."""
         self.submit(job)
         try:
             await job.wait()
@@ -105,18 +105,18 @@ class Handlers:
         run = self.find_run(body.run, "generate")
         items = body.items()
         options = body.options()
-        chosen = options.model_dump(mode="json", exclude_defaults=True)
+        changes = options.model_dump(mode="json", exclude_defaults=True)
         if not body.stream:
             rows = max(options.rows, options.nbest, options.alternatives, TRACE_COST if body.attention else 1)
-            chosen |= {"attention": True} if body.attention else {}
-            results = await self.results(self.make_job(run, "generate", chosen, items, rows))
+            changes |= {"attention": True} if body.attention else {}
+            results = await self.results(self.make_job(run, "generate", changes, items, rows))
             return json_response({"run": run, "results": results})
         if body.attention:
             raise Refused(422, "attention: not available with stream")
         if len(items) != 1:
             raise Refused(422, f"stream: requires a single input, not {len(items)}")
         check_streaming(options)
-        job = self.make_job(run, "stream", chosen, items)
+        job = self.make_job(run, "stream", changes, items)
         return self._stream(job, lambda piece: {"piece": piece}, lambda x: {"run": run, "result": x})
 
     async def translate(self, body: bodies.TranslateBody) -> web.Response:
@@ -137,16 +137,16 @@ class Handlers:
         return json_response(answer)
 
     def _run_of_pair(self, source: str, target: str) -> str | None:
-        """The run of a language pair: the run with its name, or else the only run with this target."""
-        able = [name for name, run in self.service.runs.items() if run["task"] == "pairs"]
-        if (name := f"{source}-{target}") in able:
+        """The run of a language pair: the run with the name of the pair, or else the only run with this target."""
+        candidates = [name for name, run in self.service.runs.items() if run["task"] == "pairs"]
+        if (name := f"{source}-{target}") in candidates:
             return name
-        to = [name for name in able if name.partition("-")[2] == target]
-        if source == "auto" and len(to) == 1:
-            return to[0]
-        if len(able) == 1 and ("-" not in able[0] or (source == "auto" and not target)):
-            return able[0]
-        raise Refused(422, f"source, target: no run for {source} to {target} (runs: {', '.join(able)})")
+        matches = [name for name in candidates if name.partition("-")[2] == target]
+        if source == "auto" and len(matches) == 1:
+            return matches[0]
+        if len(candidates) == 1 and ("-" not in candidates[0] or (source == "auto" and not target)):
+            return candidates[0]
+        raise Refused(422, f"source, target: no run for {source} to {target} (runs: {', '.join(candidates)})")
 
     async def languages(self) -> web.Response:
         """List language pairs, in the form of LibreTranslate."""
@@ -159,7 +159,7 @@ class Handlers:
         """Continue prompts, in the form of OpenAI."""
         run = self._language_model(body.model)
         options = body.options()
-        chosen = options.model_dump(mode="json", exclude_defaults=True)
+        changes = options.model_dump(mode="json", exclude_defaults=True)
         items = [{"source": prompt} for prompt in body.prompts]
         frame = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": run,
@@ -167,7 +167,7 @@ class Handlers:
         if body.stream:
             if len(items) != 1 or (body.n or 1) != 1:
                 raise Refused(422, "stream: requires a single prompt and n = 1")
-            job = self.make_job(run, "stream", chosen, items)
+            job = self.make_job(run, "stream", changes, items)
 
             def chunk(text: str, reason: str | None) -> Answer:
                 return {**frame, "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]}
@@ -176,7 +176,7 @@ class Handlers:
                 return chunk("", _reason(result["hypotheses"][0]))
 
             return self._stream(job, lambda piece: chunk(piece["text"], None), last, "[DONE]")
-        results = await self.results(self.make_job(run, "generate", chosen, items, options.rows), complete=True)
+        results = await self.results(self.make_job(run, "generate", changes, items, options.rows), complete=True)
         hypotheses = [(x["source"] if body.echo else "", h) for x in results for h in x["hypotheses"]]
         choices = [
             {

@@ -1,6 +1,6 @@
 """Metrics for Prometheus: counts, times and the length of the queue. Labels never contain texts or keys.
 
-Requests are counted in plain numbers: the metric objects of prometheus_client take as long as validating a request.
+Requests are counted in plain numbers: updating a metric of prometheus_client takes as long as validating a request.
 """
 
 from __future__ import annotations

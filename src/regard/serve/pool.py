@@ -1,4 +1,4 @@
-"""The worker processes as the server sees them: children of a template process that has loaded the runs."""
+"""The server's view of its worker processes: children of a template process that has loaded the runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from regard.parallel.children import Child, ChildDied, Template
 from regard.parallel.messages import Message, Unpacker, pack
 
 EXIT_SECONDS = 3.0  # grace period before a process that should have exited is killed
-ONEDNN_PRIMITIVES = 256  # compiled matrix products that a worker caches, one per shape; the default, 1,024, is too much
+ONEDNN_PRIMITIVES = 256  # compiled matrix products that a worker caches, one per shape; the default is 1,024
 
 OnMessage = Callable[["WorkerConnection", dict[str, Any]], None]
 OnEnd = Callable[["WorkerConnection"], None]
@@ -39,10 +39,10 @@ class PoolSettings:
 
 
 class WorkerConnection(asyncio.Protocol):
-    """The connection to a worker: a process, or a thread of one, that answers one batch after the other."""
+    """The connection to a worker: a process, or a thread of a process, that answers one batch at a time."""
 
     def __init__(self, child: Child, on_message: OnMessage, on_end: OnEnd) -> None:
-        """`on_end` is called when the connection has ended, because the process has."""
+        """`on_end` is called when the connection ends, which means that the process has ended."""
         self.child = child
         self.alive = False
         self._unpacker = Unpacker()
@@ -81,7 +81,7 @@ class WorkerConnection(asyncio.Protocol):
 
 
 class Pool:
-    """The template process and the workers of one loaded state of the runs."""
+    """The template process and its workers; a reload replaces the whole pool."""
 
     def __init__(self, settings: PoolSettings, on_message: OnMessage, on_end: OnEnd) -> None:
         """`on_message` receives the messages of workers, `on_end` every worker that has ended."""
@@ -94,7 +94,7 @@ class Pool:
         self._replacing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Load the runs and start the workers; a UserError says why a run cannot be loaded."""
+        """Load the runs and start the workers; raises a UserError if a run cannot be loaded."""
         try:
             await self._start_template()
             while len(self.workers) < self.settings.workers:
@@ -170,7 +170,7 @@ def _start_child(template: Template, slots: int) -> tuple[Child, list[socket.soc
 
 
 def body_message(body: dict[str, Any]) -> Message:
-    """A message between the server and a worker: JSON by pydantic, which takes a third of the time of a header."""
+    """A message between the server and a worker: JSON by pydantic, in a third of the time that a header would take."""
     return Message({}, [to_json(body)])
 
 
@@ -181,5 +181,5 @@ def read_body(message: Message) -> dict[str, Any]:
 
 
 async def _close_children(children: set[Child]) -> None:
-    """Wait until processes whose connections are closed have exited, and kill those that do not."""
+    """Wait until processes with closed connections exit; kill a process that does not exit in time."""
     await asyncio.gather(*(asyncio.to_thread(child.close, EXIT_SECONDS) for child in children))

@@ -1,8 +1,8 @@
-"""The queue: selects the inputs of the next batch.
+"""The queue selects the inputs of the next batch.
 
-Concurrent requests with the same run and options share batches, which take a fraction of a second. The request served
-least goes first, so short requests do not wait for long ones; every few batches the oldest one does, so it cannot
-starve. While small requests keep coming, one worker is reserved for them.
+Concurrent requests with the same run and options share batches, which take a fraction of a second. The least served
+request goes first, so that short requests do not wait for long ones. Every few batches, the oldest request goes first,
+so that it cannot starve. While small requests keep arriving, one worker is reserved for them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SHORT_BATCH = 4  # inputs; a request with more inputs is large
-OLDEST_EVERY = 4  # batches: this often, a batch starts with the oldest request
-MIN_BATCH_SECONDS = 0.02  # bounds of the target batch time
+OLDEST_EVERY = 4  # batches: one of these starts with the oldest request
+MIN_BATCH_SECONDS = 0.02  # limits of the target batch time
 MAX_BATCH_SECONDS = 0.25
 BATCH_LATENCIES = 4.0  # target batch time, in multiples of the latency of a single input
 MIN_SHARED = 8  # inputs that share a batch even if it takes longer; smaller batches would waste most of the CPU
@@ -72,7 +72,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.remaining = sum(self.costs)
-        # Similar costs together.
+        # Inputs of similar cost share a batch.
         self.waiting = sorted(range(len(self.inputs)), key=self.costs.__getitem__, reverse=True)
 
     @property
@@ -127,7 +127,7 @@ class InputBatch:
 
     @property
     def long(self) -> bool:
-        """Whether a small request would wait long for the end of this batch."""
+        """Whether a small request would have to wait long until this batch is done."""
         return len(self.entries) > SHORT_BATCH and any(job.large for job, _ in self.entries)
 
     @property
@@ -183,7 +183,7 @@ class Queue:
             job.waiting.clear()
 
     def take(self, now: float = 0.0, free: int = 2, workers: int = 2) -> InputBatch | None:
-        """The next batch, or None if nothing waits; `free` of the `workers` have no long batch.
+        """The next batch, or None if no input waits; `free` of the `workers` have no long batch.
 
         The last free worker gets only few inputs of large requests, and none while it is reserved for small requests.
         """

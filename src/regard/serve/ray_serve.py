@@ -78,20 +78,20 @@ class Replica:
         pool = PoolSettings(runs, 1, settings.engine, settings.precision, settings.threads)
         self.service = Service(pool, settings.queue, settings.deadline)
         handlers = Handlers(self.service, settings)
-        # without reload, which would reload one of several replicas
+        # without reload, which would reach only one of several replicas
         api = [route for route in routes(handlers) if route.access != "admin"]
         self.endpoints = Endpoints(api, handlers, Keys.load(settings.keys))
         self._starting = asyncio.Lock()
         self._started = False
 
     async def start(self) -> None:
-        """Load the runs, once."""
+        """Load the runs; a second call does nothing."""
         async with self._starting:
             if not self._started:
                 await self.service.start()
                 self._started = True
 
-    check_health = start  # called by Ray Serve before the first request and periodically; an error ends the replica
+    check_health = start  # called by Ray Serve before the first request and regularly; an error ends the replica
 
     async def __call__(self, request: Any) -> Any:
         """Answer a Starlette request of Ray Serve's proxy."""
@@ -108,7 +108,7 @@ class Replica:
         return Response(reply.body, reply.status, {**reply.headers, **HEADERS})
 
     async def reply(self, method: str, path: str, headers: Mapping[str, str], data: bytes) -> Reply:
-        """The answer to a request, the same as of the HTTP server."""
+        """The answer to a request, the same as from the HTTP server."""
         await self.start()
 
         async def read() -> bytes:

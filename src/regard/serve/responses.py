@@ -95,16 +95,16 @@ def common_headers(request: web.BaseRequest, origins: Collection[str], closing: 
         headers["Access-Control-Allow-Methods"] = "GET, POST"
         headers["Vary"] = "Origin"
     if closing:
-        headers["Connection"] = "close"  # or the client would send its next request over a closed connection
+        headers["Connection"] = "close"  # the client must not reuse a connection that is about to close
     return headers
 
 
 @cache
 def policy() -> str:
     """The content security policy: only files of this server."""
-    framed = page_hashes()  # of the attention page, whose frame inherits the policy
+    page = page_hashes()  # the attention page is framed and inherits the policy
     return (
-        f"default-src 'none'; script-src 'self' '{framed['script']}'; style-src 'self' '{framed['style']}';"
+        f"default-src 'none'; script-src 'self' '{page['script']}'; style-src 'self' '{page['style']}';"
         " img-src 'self'; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
     )
 

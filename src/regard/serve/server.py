@@ -1,7 +1,7 @@
 """The HTTP server: connections, time limits for clients, start and shutdown.
 
-aiohttp can close the connections of all stalled clients (silent, half a header, a trickled body, an answer that is not
-read). Its `Application` costs 8 microseconds per request and cannot change the answer to invalid HTTP: not used.
+aiohttp can close the connections of all stalled clients: silent ones, incomplete headers, slow bodies, unread answers.
+Its `Application` is not used: it costs 8 microseconds per request and cannot change the answer to invalid HTTP.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from regard.serve.service import Service
 from regard.serve.settings import Keys, ServeSettings, is_address
 
 log = logging.getLogger("regard.serve")
-LISTEN_SECONDS = 0.5  # after a SIGTERM, while the readiness check already fails
-LAST_REQUEST_SECONDS = 0.1  # for the first request of a connection that was accepted last
+LISTEN_SECONDS = 0.5  # of listening after a SIGTERM, while the readiness check fails
+LAST_REQUEST_SECONDS = 0.1  # wait for the first request of the last accepted connection
 MAX_HEADER_BYTES = 8190  # per line
 MAX_UNSENT_BYTES = 65_536  # of answers, in the kernel
 
@@ -61,16 +61,16 @@ class Server:
         self.monitor = Monitor(self.service)
         self.routes = routes(self.handlers)
         api = json.dumps(describe_api(self.routes, list(runs))).encode()
-        further = [
-            Route("GET", "/openapi.json", _fixed(lambda: api, "application/json")),
-            Route("GET", "/metrics", _fixed(self.monitor.text, "text/plain; version=0.0.4")),
+        more_routes = [
+            Route("GET", "/openapi.json", _data_handler(lambda: api, "application/json")),
+            Route("GET", "/metrics", _data_handler(self.monitor.text, "text/plain; version=0.0.4")),
             *(Route("GET", path, partial(asset_response, name)) for path, name in ASSETS.items()),
         ]
-        self.endpoints = Endpoints([*self.routes, *further], self.handlers, keys)
+        self.endpoints = Endpoints([*self.routes, *more_routes], self.handlers, keys)
         self.port = settings.port
         self._proxies = [ipaddress.ip_network(text, strict=False) for text in settings.proxy]
         self._active = 0  # requests
-        self._sending: dict[asyncio.Transport, float] = {}  # -> start of the answer that is being sent
+        self._sending: dict[asyncio.Transport, float] = {}  # connection -> time when sending its answer began
         self._watching: asyncio.Task[None] | None = None
         self._manager: web.Server | None = None
         self._listener: asyncio.Server | None = None
@@ -84,7 +84,7 @@ class Server:
                 return await request.read()
             if request.headers.get("Expect", "").lower() == "100-continue":
                 await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                request.writer.output_size = 0  # of the answer itself
+                request.writer.output_size = 0  # counts only the answer
             async with asyncio.timeout(self.settings.receive):
                 return await request.read()
         except TimeoutError:
@@ -146,7 +146,7 @@ class Server:
         return is_address(address) and any(ipaddress.ip_address(address) in network for network in self._proxies)
 
     async def _watch(self) -> None:
-        """Close connections whose client does not read; one timer per answer would cost more."""
+        """Close the connections of clients that do not read; one timer per answer would cost more."""
         while True:
             await asyncio.sleep(min(1.0, self.settings.send / 4))
             limit = time.monotonic() - self.settings.send
@@ -200,7 +200,7 @@ class Server:
         return listener
 
     async def stop(self) -> None:
-        """Finish accepted requests, then end: the readiness check fails at once, the listener closes a little later."""
+        """Finish accepted requests, then end. The readiness check fails at once; the listener closes a little later."""
         if self.handlers.draining:
             return
         self.handlers.draining = True
@@ -241,7 +241,7 @@ class Protocol(web.RequestHandler):
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop event loop, which needs less time per request; on Windows, the one of asyncio."""
+    """An event loop of uvloop, which needs less time per request; on Windows, of asyncio."""
     if find_spec("uvloop") is None:
         return asyncio.new_event_loop()
     import uvloop
@@ -249,7 +249,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _fixed(data: Callable[[], bytes], content_type: str) -> Callable[[], Awaitable[web.Response]]:
+def _data_handler(data: Callable[[], bytes], content_type: str) -> Callable[[], Awaitable[web.Response]]:
     async def handle() -> web.Response:
         return web.Response(body=data(), headers={"Content-Type": content_type})
 
@@ -265,12 +265,12 @@ def serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[str], No
 async def _serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[str], None]) -> None:
     level = logging.INFO if settings.access_log else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(message)s", level=level)
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # clients that send no HTTP would fill the log
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # invalid HTTP would fill the log
     server = Server(runs, settings)
-    ended = asyncio.Event()
+    shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, shutdown.set)
     say(f"loading {plural(len(runs), 'run')}")
     try:
         await server.start()
@@ -279,7 +279,7 @@ async def _serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[s
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         workers = plural(server.service.settings.workers, "worker")
         say(f"serving {', '.join(runs)} on http://{host}:{server.port}/ ({workers})")
-        await ended.wait()
+        await shutdown.wait()
         say("shutting down: finishing accepted requests")
         await server.stop()
     finally:

@@ -1,4 +1,4 @@
-"""The service: takes jobs, and answers them through the queue and the worker pool. It contains no HTTP."""
+"""The service answers jobs through the queue and the worker pool. It does not depend on HTTP."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Service:
         self._closing = asyncio.Event()
 
     def _new_pool(self) -> Pool:
-        return Pool(self.settings, self._received, self._ended)
+        return Pool(self.settings, self._on_message, self._on_end)
 
     @property
     def runs(self) -> dict[str, dict[str, Any]]:
@@ -96,13 +96,12 @@ class Service:
     async def close(self) -> None:
         """End all processes; unfinished jobs fail."""
         self._closing.set()
-        await asyncio.gather(
-            *self._tasks, return_exceptions=True
-        )  # not cancelled: a process that is being started or ended would be lost
+        # The tasks are not cancelled: a process that is being started or ended would be lost.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._pool.close()
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep, until the service closes at most."""
+        """Sleep; return early when the service closes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
@@ -163,7 +162,7 @@ class Service:
             group = batch.group
             worker.send({"run": group.run, "kind": group.kind, "options": group.options, "inputs": batch.inputs})
 
-    def _received(self, worker: WorkerConnection, message: dict[str, Any]) -> None:
+    def _on_message(self, worker: WorkerConnection, message: dict[str, Any]) -> None:
         """Take a piece of a stream, or the results of a batch (None if it was cancelled)."""
         if "piece" in message:
             self._running[worker].batch.entries[0][0].add_piece(message["piece"])
@@ -176,7 +175,7 @@ class Service:
         self._dispatch()
         asyncio.get_running_loop().call_soon(self._measure, batch, seconds)  # after the answers are sent
 
-    def _ended(self, worker: WorkerConnection) -> None:
+    def _on_end(self, worker: WorkerConnection) -> None:
         """Retry the inputs of a worker that has ended, each in its own batch; inputs that were retried before fail."""
         if worker in self._running:
             batch, _ = self._take_back(worker)

@@ -48,7 +48,7 @@ class ServeSettings(Value):
     threads: Count = option(1, "Threads per worker; more than one helps with large models.")
     engine: EngineName = option("torch", "Engine: torch or ctranslate2.")
     precision: Precision = option("fp32", "Precision: fp32, bf16 with torch, int8 with ctranslate2.")
-    beam: Count = option(4, "Beam size of /translate; other requests set their own.")
+    beam: Count = option(4, "Beam width of /translate; other requests set their own.")
 
     # limits
     queue: Count = option(200_000, "Maximum tokens times hypotheses in the queue; further requests are refused (429).")
@@ -73,7 +73,7 @@ class ServeSettings(Value):
         return proxies
 
     def check(self, keys: Keys) -> None:
-        """Refuse to be open to other machines without keys or `public`, and a precision that the engine lacks."""
+        """Refuse a public host without keys or `public`, and a precision that the engine lacks."""
         local = self.host == "localhost" or (is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
         if not local and not keys.any and not self.public:
             advice = "give --keys FILE, or --public to allow this"
@@ -101,7 +101,7 @@ class Keys:
         return bool(self.all)
 
     def allows(self, key: str) -> bool:
-        """Whether a key is known, in constant time."""
+        """Whether this is one of the keys; takes constant time."""
         return _among(key, self.all)
 
     def allows_admin(self, key: str) -> bool:
@@ -138,7 +138,7 @@ class Keys:
 
 def _among(key: str, keys: tuple[bytes, ...]) -> bool:
     data = key.encode("utf-8", "replace")
-    equal = [hmac.compare_digest(data, each) for each in keys]  # all of them, in constant time
+    equal = [hmac.compare_digest(data, each) for each in keys]  # compare all of them, in constant time
     return any(equal)
 
 

@@ -1,4 +1,4 @@
-"""Worker processes, which answer batches. They are forked from the template process, which loads the runs once."""
+"""Worker processes answer batches. They are forked from the template process, which loads the runs once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from regard.parallel.children import Work
 from regard.parallel.messages import Channel
 from regard.serve.pool import body_message, read_body
 
-RELEASE_SECONDS = 5.0  # between returns of freed memory: batches of different sizes fragment the heap
-WORKER_NICENESS = 10  # the event loop needs little time, and gets a core at once when it needs one
+RELEASE_SECONDS = 5.0  # between calls of release_memory: batches of different sizes fragment the heap
+WORKER_NICENESS = 10  # so that the event loop of the server gets a core as soon as it needs one
 
 
 def prepare(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
@@ -38,7 +38,7 @@ def prepare(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
             TorchEngine(run)  # packs the weights, once for all workers
     warnings.simplefilter("ignore", UserWarning)  # warnings quote words of a request, which must not be logged
     gc.collect()
-    gc.freeze()  # a collection would write to memory pages that workers share
+    gc.freeze()  # a garbage collection would write to memory pages that workers share
 
     def work(channel: Channel, _: dict[str, Any]) -> None:
         _ignore_signals()
@@ -49,13 +49,13 @@ def prepare(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
 
 
 def _ignore_signals() -> None:
-    """Leave it to the server to end this process: the server gets these signals too."""
+    """Ignore signals that the server gets as well: the server decides when this process ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def answer_in_threads(answerer: Answerer, channel: Channel, slots: int) -> None:
-    """Answer batches in one thread per slot; every further slot gets its connection over the first channel."""
+    """Answer batches in one thread per slot; the connections of further slots arrive over the first channel."""
     threads = []
     for _ in range(1, slots):
         if channel.receive() is None:
@@ -70,7 +70,7 @@ def answer_in_threads(answerer: Answerer, channel: Channel, slots: int) -> None:
 
 
 def answer_batches(answerer: Answerer, channel: Channel) -> None:
-    """Answer one batch after the other until the server closes the connection."""
+    """Answer batches until the server closes the connection."""
 
     def send(body: dict[str, Any]) -> None:
         channel.send(*body_message(body))
