@@ -1,4 +1,4 @@
-"""LoRA adapters and head gates: they have no effect at first, and merged or folded weights give an equal model."""
+"""LoRA adapters and head gates: no effect when added; merging or folding them into the weights gives an equal model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from regard.nn.adapters import (
 from regard.presets import preset
 from regard.run import weights_of
 
-ON = ("attention", "cross", "feed_forward")
+ADAPTED_PARTS = ("attention", "cross", "feed_forward")
 TINY = {"layers": 2, "width": 16, "heads": 2, "ff": 24, "dropout": 0.0}
 
 
@@ -36,7 +36,7 @@ def outputs(model: Model) -> torch.Tensor:
         return model(tokens, None, tokens) if model.config.encoder else model(tokens[:, :0], None, tokens)
 
 
-def stir(model: Model) -> None:
+def randomize_adapters(model: Model) -> None:
     for name, parameter in model.named_parameters():
         if "lora" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -46,9 +46,9 @@ def stir(model: Model) -> None:
 def test_merged_weights_equal_adapters(name: str) -> None:
     model = tiny(name)
     plain = tiny(name)
-    layers = add_adapters(model, rank=3, alpha=6.0, on=ON)
+    layers = add_adapters(model, rank=3, alpha=6.0, on=ADAPTED_PARTS)
     assert torch.equal(outputs(model), outputs(plain))  # a new adapter has no effect
-    stir(model)
+    randomize_adapters(model)
     before = outputs(plain)
     weights, adapters = merge_adapters(model, weights_of(model))
     assert weights.keys() == weights_of(plain).keys()
@@ -60,19 +60,19 @@ def test_merged_weights_equal_adapters(name: str) -> None:
 
 def test_adapters_cover_exactly_the_selected_matrices() -> None:
     model = tiny()
-    layers = add_adapters(model, 2, 4.0, ON)
+    layers = add_adapters(model, 2, 4.0, ADAPTED_PARTS)
     assert len(layers) == 2 * (3 + 2) + 2 * (3 + 3 + 2)
     assert "decoder.blocks.1.cross.key_value" in layers and "encoder.blocks.0.feed_forward.up" in layers
     assert all(isinstance(model.get_submodule(layer), LoraLinear) for layer in layers)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == {f"{layer}.{part}" for layer in layers for part in ("lora_up", "lora_down")}
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trainable == {f"{layer}.{part}" for layer in layers for part in ("lora_up", "lora_down")}
     assert add_adapters(tiny(), 2, 4.0, ("cross",)) == [layer for layer in layers if ".cross." in layer]
     assert add_adapters(tiny(), 2, 4.0, ("crossing",)) == []
 
 
 def test_only_adapters_get_gradients() -> None:
     model = tiny()
-    add_adapters(model, 2, 4.0, ON)
+    add_adapters(model, 2, 4.0, ADAPTED_PARTS)
     tokens = torch.arange(12).view(2, 6)
     model(tokens, None, tokens).square().mean().backward()
     for name, parameter in model.named_parameters():
@@ -89,65 +89,65 @@ INPUT = torch.tensor([[2, 7, 8]])
 STACK = {"layers": 2, "width": 16, "heads": 4, "ff": 32, "dropout": 0.0}
 
 
-def made() -> Model:
+def small_transformer() -> Model:
     torch.manual_seed(0)
     changes = {stack: STACK for stack in ("encoder", "decoder")}
     return Model(preset("transformer-tiny", 12, changes=changes)).eval()
 
 
 @torch.no_grad()
-def test_open_gates_have_no_effect_and_closed_gates_ablate() -> None:
-    model = made()
+def test_open_gates_have_no_effect_and_closed_gates_ablate_heads() -> None:
+    model = small_transformer()
     plain = model(SOURCE, None, INPUT)
     add_gates(model)
     gates = head_gates(model)
-    assert len(gates) == 6 and all(torch.all(part.odds == INITIAL_LOG_ODDS) for part in gates.values())
-    for part in gates.values():
-        part.odds.fill_(9.0)
+    assert len(gates) == 6 and all(torch.all(gate.odds == INITIAL_LOG_ODDS) for gate in gates.values())
+    for gate in gates.values():
+        gate.odds.fill_(9.0)
     assert torch.allclose(model(SOURCE, None, INPUT), plain, atol=1e-6)
     gates["decoder.blocks.1.cross"].odds[2] = -9.0
-    closed = model(SOURCE, None, INPUT)
+    ablated = model(SOURCE, None, INPUT)
     remove_gates(model)
     model.get_parameter("decoder.blocks.1.cross.out.weight")[:, 8:12] = 0.0
-    assert torch.allclose(model(SOURCE, None, INPUT), closed, atol=1e-6) and not head_gates(model)
+    assert torch.allclose(model(SOURCE, None, INPUT), ablated, atol=1e-6) and not head_gates(model)
 
 
 def test_sampled_gates_are_often_exactly_open_or_closed_and_have_gradients() -> None:
     torch.manual_seed(0)
-    part = HeadGate(20_000, torch.device("cpu")).train()
+    gate = HeadGate(20_000, torch.device("cpu")).train()
     with torch.no_grad():
-        part.odds.zero_()
-    drawn_H = part(torch.ones(1, 20_000, 1, 1)).flatten()
-    assert drawn_H.min() >= 0 and drawn_H.max() <= 1
-    closed = float((drawn_H == 0).float().mean())
-    open_ = float((drawn_H == 1).float().mean())
-    assert 0.2 < closed < 0.4 and abs(closed - open_) < 0.03
-    drawn_H.sum().backward()
-    assert part.odds.grad is not None and (part.odds.grad > 0).any()
+        gate.odds.zero_()
+    samples_H = gate(torch.ones(1, 20_000, 1, 1)).flatten()
+    assert samples_H.min() >= 0 and samples_H.max() <= 1
+    closed_share = float((samples_H == 0).float().mean())
+    open_share = float((samples_H == 1).float().mean())
+    assert 0.2 < closed_share < 0.4 and abs(closed_share - open_share) < 0.03
+    samples_H.sum().backward()
+    assert gate.odds.grad is not None and (gate.odds.grad > 0).any()
 
 
 @pytest.mark.parametrize("value", [-2.0, 0.0, 2.0])
-def test_expected_share_equals_observed_share(value: float) -> None:
+def test_expected_share_of_open_gates_equals_observed_share(value: float) -> None:
     torch.manual_seed(0)
-    model = made()
+    model = small_transformer()
     add_gates(model)
-    part = HeadGate(50_000, torch.device("cpu")).train()
+    gate = HeadGate(50_000, torch.device("cpu")).train()
     with torch.no_grad():
-        for each in (part, *head_gates(model).values()):
-            each.odds.fill_(value)
-        seen = float((part(torch.ones(1, 50_000, 1, 1)) > 0).float().mean())
-    assert float(expected_open(model).detach()) == pytest.approx(seen, abs=0.01)
+        for module in (gate, *head_gates(model).values()):
+            module.odds.fill_(value)
+        share = float((gate(torch.ones(1, 50_000, 1, 1)) > 0).float().mean())
+    assert float(expected_open(model).detach()) == pytest.approx(share, abs=0.01)
 
 
 @torch.no_grad()
 def test_folded_gates_give_the_same_output() -> None:
-    model = made()
-    plain = made()
+    model = small_transformer()
+    plain = small_transformer()
     add_gates(model)
-    for part in head_gates(model).values():
-        part.odds.copy_(torch.randn(4) * 3)
-    folded = fold_gates(model, weights_of(model))
-    assert set(folded) == set(weights_of(plain))
+    for gate in head_gates(model).values():
+        gate.odds.copy_(torch.randn(4) * 3)
+    weights = fold_gates(model, weights_of(model))
+    assert set(weights) == set(weights_of(plain))
     for name, parameter in plain.named_parameters():
-        parameter.copy_(folded[name])
+        parameter.copy_(weights[name])
     assert torch.allclose(model(SOURCE, None, INPUT), plain(SOURCE, None, INPUT), atol=1e-6)

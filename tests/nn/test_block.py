@@ -1,4 +1,4 @@
-"""A Transformer layer by its formulas, patch embeddings against a convolution, the transform before the LM head."""
+"""The parts of a layer equal their formulas; patch embeddings equal a convolution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation(name: str) -> None:
+def test_activation_equals_its_formula(name: str) -> None:
     values = [-3.0, -0.5, 0.0, 0.1, 2.0]
     assert ACTIVATIONS[name](torch.tensor(values)).tolist() == pytest.approx(
         [BY_HAND[name](v) for v in values], abs=1e-5
@@ -36,7 +36,7 @@ def test_activation(name: str) -> None:
 
 @pytest.mark.parametrize("bias", ["all", "ff", "none"])
 @pytest.mark.parametrize("gated", [True, False])
-def test_feed_forward(gated: bool, bias: str) -> None:
+def test_feed_forward_equals_its_formula(gated: bool, bias: str) -> None:
     layer = FeedForward(small(gated=gated, bias=bias, activation="silu"))
     x = torch.randn(2, 3, 6)
     assert (layer.up.bias is not None) == (bias != "none")
@@ -51,7 +51,7 @@ def test_feed_forward(gated: bool, bias: str) -> None:
     torch.testing.assert_close(layer(x), linear(layer.down, hidden), atol=1e-5, rtol=1e-5)
 
 
-def test_neurons_can_be_switched_off() -> None:
+def test_hook_can_ablate_all_neurons() -> None:
     layer = FeedForward(small())
     x = torch.randn(1, 2, 6)
     layer.neurons.register_forward_hook(lambda _m, _i, out: out * 0)
@@ -59,7 +59,7 @@ def test_neurons_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_norm(kind: str) -> None:
+def test_norm_equals_its_formula(kind: str) -> None:
     norm = make_norm(small(norm=kind, norm_eps=0.01))
     x = torch.randn(4, 6) * 3 + 1
     centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
@@ -68,7 +68,7 @@ def test_norm(kind: str) -> None:
 
 
 @pytest.mark.parametrize("at", ["pre", "post"])
-def test_residual(at: str) -> None:
+def test_residual_normalises_before_or_after_the_sublayer(at: str) -> None:
     residual = Residual(small(norm_at=at))
     x = torch.randn(2, 3, 6)
 
@@ -79,7 +79,7 @@ def test_residual(at: str) -> None:
     assert torch.equal(residual(x, sublayer), expected)
 
 
-def test_dropout_applies_only_to_the_sublayer() -> None:
+def test_dropout_applies_only_to_the_sublayer_output() -> None:
     residual = Residual(small(norm_at="pre", dropout=0.5))
     x = torch.randn(2, 3, 6)
     out = residual(x, lambda y: torch.full_like(y, 7.0))
@@ -87,8 +87,8 @@ def test_dropout_applies_only_to_the_sublayer() -> None:
 
 
 @pytest.mark.parametrize(("height", "width", "channels", "size"), [(6, 4, 3, 2), (4, 4, 1, 4), (3, 9, 2, 3)])
-def test_patches_are_a_convolution_with_strides(height: int, width: int, channels: int, size: int) -> None:
-    """The matrix is the flattened kernel; the class token comes first."""
+def test_patch_embedding_equals_a_strided_convolution(height: int, width: int, channels: int, size: int) -> None:
+    """The weight matrix is the flattened kernel; the class token comes first."""
     torch.manual_seed(0)
     patches = PatchConfig(height=height, width=width, channels=channels, size=size)
     embedding = ImageEmbedding(patches, 5)
@@ -96,13 +96,13 @@ def test_patches_are_a_convolution_with_strides(height: int, width: int, channel
     torch.nn.init.normal_(embedding.first)
     kernel = embedding.project.weight.view(5, channels, size, size)
     expected = F.conv2d(images, kernel, embedding.project.bias, stride=size).flatten(2).transpose(1, 2)
-    found = embedding(images)
-    assert found.shape == (2, 1 + patches.count, 5)
-    assert torch.equal(found[:, 0], embedding.first.expand(2, -1))
-    torch.testing.assert_close(found[:, 1:], expected, atol=1e-5, rtol=1e-5)
+    output = embedding(images)
+    assert output.shape == (2, 1 + patches.count, 5)
+    assert torch.equal(output[:, 0], embedding.first.expand(2, -1))
+    torch.testing.assert_close(output[:, 1:], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_patch_depends_only_on_its_pixels() -> None:
+def test_patch_embedding_depends_only_on_its_pixels() -> None:
     embedding = ImageEmbedding(PatchConfig(height=4, width=6, channels=2, size=2), 3)
     images = torch.randn(1, 2, 4, 6)
     before = embedding(images)
@@ -112,12 +112,10 @@ def test_a_patch_depends_only_on_its_pixels() -> None:
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_transform(norm: str) -> None:
+def test_lm_head_transform_equals_its_formula(norm: str) -> None:
     torch.manual_seed(1)
-    transform, x = (
-        LmHeadTransform(Stack(width=6, heads=2, activation="tanh", norm=norm, norm_eps=0.1)),
-        torch.randn(3, 6),
-    )
+    transform = LmHeadTransform(Stack(width=6, heads=2, activation="tanh", norm=norm, norm_eps=0.1))
+    x = torch.randn(3, 6)
     hidden = (x @ transform.dense.weight.T + transform.dense.bias).tanh()
     centred = hidden - hidden.mean(-1, keepdim=True) if norm == "layer" else hidden
     expected = centred / (centred.square().mean(-1, keepdim=True) + 0.1).sqrt()

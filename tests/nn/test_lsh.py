@@ -1,4 +1,4 @@
-"""Hashed attention equals its formula for each pair, exact attention, itself, and the model of transformers."""
+"""LSH attention equals its pairwise formula, exact attention, decoding step by step, and transformers' Reformer."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ def make(**lsh: object) -> LSHAttention:
     return LSHAttention(stack, index=3).double()
 
 
-def places(length: int) -> Tensor:
+def positions(length: int) -> Tensor:
     return torch.arange(length).unsqueeze(0)
 
 
-def padded(length: int, *lengths: int, left: bool = False) -> Tensor:
+def keep_mask(length: int, *lengths: int, left: bool = False) -> Tensor:
     keep = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
     return keep.flip(1) if left else keep
 
 
 def exact_and_hashed(attention: LSHAttention, x: Tensor, causal: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Both paths, for any length."""
+    """The outputs of the exact path and of the hashed path."""
     outs = []
-    for compared in (x.shape[1], 0):
-        monkeypatch.setattr(attention, "compared_keys", compared)
+    for limit in (x.shape[1], 0):
+        monkeypatch.setattr(attention, "compared_keys", limit)
         outs.append(run(attention, x, None, causal))
     return outs
 
 
 def run(attention: LSHAttention, x: Tensor, keep: Tensor | None = None, causal: bool = True) -> Tensor:
-    pos = places(x.shape[1])
+    pos = positions(x.shape[1])
     kv = attention.project_kv(x, pos, NO_POSITION)
     return attention(x, kv, AttentionMask(pos, pos, keep, causal), NO_POSITION)
 
 
 def by_hand(attention: LSHAttention, x: Tensor, order: SortOrder | None, keep: Tensor | None, causal: bool) -> Tensor:
-    """The output (B, H, T, E), computed pair by pair: a pair counts in every round in which it meets."""
-    kv = attention.project_kv(x, places(x.shape[1]), NO_POSITION)
+    """The output (B, H, T, E), computed pair by pair; a pair counts once for every round that compares it."""
+    kv = attention.project_kv(x, positions(x.shape[1]), NO_POSITION)
     shared = kv.k_BGSE.tolist()
     values = kv.v_BGSE
     lsh = attention.lsh
@@ -58,29 +58,29 @@ def by_hand(attention: LSHAttention, x: Tensor, order: SortOrder | None, keep: T
     out = torch.zeros_like(values)
     for b in range(len(x)):
         for h in range(attention.heads):
-            met = {(t, s): 1 for t in range(length) for s in range(length)}
+            comparisons = {(t, s): 1 for t in range(length) for s in range(length)}
             if order is not None:
                 rounds = order.token_XRP[b * attention.heads + h].unflatten(-1, (-1, lsh.chunk)).tolist()
                 if not lsh.once:  # all rounds form one ring
                     rounds = [[chunk for each in rounds for chunk in each]]
-                met = dict.fromkeys(met, 0)
+                comparisons = dict.fromkeys(comparisons, 0)
                 for ring in rounds:
                     for n, chunk in enumerate(ring):
-                        near = range(n - lsh.before, n + lsh.after + 1)
-                        keys = [s for m in near for s in ring[m % len(ring)]]
+                        chunk_indices = range(n - lsh.before, n + lsh.after + 1)
+                        keys = [s for m in chunk_indices for s in ring[m % len(ring)]]
                         for pair in ((t, s) for t in chunk for s in keys if t < length and s < length):
-                            met[pair] += 1
+                            comparisons[pair] += 1
             for t in range(length):
                 q = shared[b][h][t]
                 scores = {}
                 for s in range(length):
-                    if not met[t, s] or s == t or (causal and s > t) or (keep is not None and not keep[b, s]):
+                    if not comparisons[t, s] or s == t or (causal and s > t) or (keep is not None and not keep[b, s]):
                         continue
                     k = shared[b][h][s]
                     size = math.sqrt(sum(a * a for a in k) + 1e-6 * len(k))
                     scores[s] = sum(a * c for a, c in zip(q, k, strict=True)) / size
                 scores = scores or {t: 0.0}  # the query itself, if there is no other key
-                weights = {s: math.exp(a) * (1 if lsh.once else met[t, s]) for s, a in scores.items()}
+                weights = {s: math.exp(a) * (1 if lsh.once else comparisons[t, s]) for s, a in scores.items()}
                 for s, weight in weights.items():
                     out[b, h, t] += weight / sum(weights.values()) * values[b, h, s]
     return out
@@ -93,51 +93,49 @@ def by_hand(attention: LSHAttention, x: Tensor, order: SortOrder | None, keep: T
     [(1, 4, (1, 0), 20), (2, 3, (1, 0), 25), (3, 2, (1, 1), 23), (2, 4, (0, 0), 18)],
 )
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
-def test_equals_a_softmax_over_compared_pairs(
+def test_output_equals_softmax_over_compared_pairs(
     once: bool, causal: bool, hashes: int, chunk: int, around: tuple[int, int], length: int, padding: str
 ) -> None:
     attention = make(hashes=hashes, chunk=chunk, before=around[0], after=around[1], once=once)
     x = torch.randn(2, length, 12, dtype=torch.double)
-    keep = None if padding == "none" else padded(length, length, length - 6, left=padding == "left")
-    kv, mask = (
-        attention.project_kv(x, places(length), NO_POSITION),
-        AttentionMask(places(length), places(length), keep, causal),
-    )
+    keep = None if padding == "none" else keep_mask(length, length, length - 6, left=padding == "left")
+    kv = attention.project_kv(x, positions(length), NO_POSITION)
+    mask = AttentionMask(positions(length), positions(length), keep, causal)
     order = attention.sort(kv, mask)
     assert order is not None
     expected = by_hand(attention, x, order, keep, causal)
-    brought: list[Tensor] = []
-    attention.mixed.register_forward_hook(lambda _m, _i, out: brought.append(out))
+    mixed: list[Tensor] = []
+    attention.mixed.register_forward_hook(lambda _m, _i, out: mixed.append(out))
     out = attention(x, kv, mask, NO_POSITION)
     assert "mask_B1TS" not in vars(mask)  # no mask over all pairs was computed
     real = slice(None) if keep is None else keep.unsqueeze(1).expand(-1, 2, -1)
-    torch.testing.assert_close(brought[0][real], expected[real])
-    seen: list[Tensor] = []
-    attention.weights.register_forward_hook(lambda _m, _i, weights: seen.append(weights))
-    watched = attention(x, kv, mask, NO_POSITION)
+    torch.testing.assert_close(mixed[0][real], expected[real])
+    weights: list[Tensor] = []
+    attention.weights.register_forward_hook(lambda _m, _i, out: weights.append(out))
+    eager = attention(x, kv, mask, NO_POSITION)
     rows = slice(None) if keep is None else keep
-    torch.testing.assert_close(watched[rows], out[rows])
-    torch.testing.assert_close(seen[0].sum(-1)[real], torch.ones_like(seen[0][..., 0])[real])
+    torch.testing.assert_close(eager[rows], out[rows])
+    torch.testing.assert_close(weights[0].sum(-1)[real], torch.ones_like(weights[0][..., 0])[real])
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_exact_attention_is_the_formula_without_hashing(causal: bool) -> None:
+def test_exact_path_equals_the_formula_over_all_pairs(causal: bool) -> None:
     attention = make(chunk=16)
     x = torch.randn(2, 9, 12, dtype=torch.double)
-    keep = padded(9, 9, 6)
-    brought: list[Tensor] = []
-    attention.mixed.register_forward_hook(lambda _m, _i, out: brought.append(out))
+    keep = keep_mask(9, 9, 6)
+    mixed: list[Tensor] = []
+    attention.mixed.register_forward_hook(lambda _m, _i, out: mixed.append(out))
     run(attention, x, keep, causal)
     real = keep.unsqueeze(1).expand(-1, 2, -1)
-    torch.testing.assert_close(brought[0][real], by_hand(attention, x, None, keep, causal)[real])
+    torch.testing.assert_close(mixed[0][real], by_hand(attention, x, None, keep, causal)[real])
 
 
 @pytest.mark.parametrize("lsh", [{"hashes": 1, "chunk": 16}, {"hashes": 60, "chunk": 8, "once": True}])
 @pytest.mark.parametrize("causal", [False, True])
-def test_enough_hashes_are_full_attention(
+def test_enough_hashes_equal_full_attention(
     lsh: dict[str, object], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One round with chunks over the whole sequence, or enough rounds for all pairs to meet."""
+    """One round whose chunk covers the whole sequence, or enough rounds to compare all pairs."""
     attention = make(**lsh)
     x = torch.randn(2, 32, 12, dtype=torch.double)
     exact, hashed = exact_and_hashed(attention, x, causal, monkeypatch)
@@ -157,24 +155,24 @@ def test_more_hashes_approach_full_attention(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_gradients_are_those_of_finite_differences(once: bool) -> None:
+def test_gradients_equal_finite_differences(once: bool) -> None:
     attention = make(hashes=2, chunk=2, once=once)
     x = torch.randn(1, 11, 12, dtype=torch.double, requires_grad=True)
-    keep = padded(11, 10)
-    pos = places(11)
+    keep = keep_mask(11, 10)
+    pos = positions(11)
     order = attention.sort(attention.project_kv(x, pos, NO_POSITION), AttentionMask(pos, pos, keep, True))
     assert order is not None
 
-    def brought(x: Tensor) -> Tensor:
+    def attend(x: Tensor) -> Tensor:
         kv = attention.project_kv(x, pos, NO_POSITION)
         return attention(x, kv, AttentionMask(pos, pos, keep, True), NO_POSITION, order)[:, :10]
 
-    assert torch.autograd.gradcheck(brought, x, fast_mode=True)
+    assert torch.autograd.gradcheck(attend, x, fast_mode=True)
 
 
-def test_padding_has_no_gradient_and_no_influence() -> None:
+def test_padding_has_no_gradient_and_no_effect() -> None:
     attention = make(hashes=2, chunk=4, buckets=4)
-    keep = padded(30, 30, 19)
+    keep = keep_mask(30, 30, 19)
     x = torch.randn(2, 30, 12, dtype=torch.double, requires_grad=True)
     out = run(attention, x, keep)
     out[keep].sum().backward()
@@ -188,13 +186,13 @@ def test_later_tokens_are_not_attended_to() -> None:
     """Later tokens can change which keys are compared, but their values do not affect earlier tokens."""
     attention = make(hashes=2, chunk=4)
     x = torch.randn(1, 40, 12, dtype=torch.double)
-    seen: list[Tensor] = []
-    attention.weights.register_forward_hook(lambda _m, _i, weights: seen.append(weights))
+    weights: list[Tensor] = []
+    attention.weights.register_forward_hook(lambda _m, _i, out: weights.append(out))
     run(attention, x)
-    assert not seen[0].triu(1).any()
-    itself = seen[0].diagonal(dim1=-2, dim2=-1)
-    assert (itself[..., 0] == 1).all()
-    assert ((itself < 1e-300) | (itself == 1)).all()
+    assert not weights[0].triu(1).any()
+    own_weight = weights[0].diagonal(dim1=-2, dim2=-1)
+    assert (own_weight[..., 0] == 1).all()
+    assert ((own_weight < 1e-300) | (own_weight == 1)).all()
 
 
 def test_hashing_depends_only_on_the_layer() -> None:
@@ -218,7 +216,7 @@ def test_buckets_grow_with_the_length(length: int, chunk: int, expected: tuple[i
     assert (int(bucket.min()), int(bucket.max())) == (0, math.prod(expected) - 1)
 
 
-def test_directions_decide_the_bucket() -> None:
+def test_bucket_depends_only_on_direction() -> None:
     attention = make(chunk=4)
     x = torch.randn(1, 2, 200, 6, dtype=torch.double)
     assert torch.equal(attention._hash(x, None), attention._hash(x * 7, None))
@@ -240,10 +238,10 @@ def language_model(lsh: LshConfig, layers: int = 2, **changes: object) -> Model:
 
 
 @pytest.mark.parametrize("residual", ["add", "reversible"])
-def test_token_by_token_equals_one_pass(residual: str) -> None:
+def test_decoding_token_by_token_equals_one_pass(residual: str) -> None:
     model = language_model(LshConfig(chunk=8), residual=residual).double().eval()
     tokens = torch.randint(4, 40, (2, 30))
-    keep = padded(30, 30, 22, left=True)
+    keep = keep_mask(30, 30, 22, left=True)
     with torch.inference_mode():
         whole = model(tokens, keep)
         _, state = model.read(tokens[:, :25], State(()), keep[:, :25])
@@ -252,7 +250,7 @@ def test_token_by_token_equals_one_pass(residual: str) -> None:
             torch.testing.assert_close(scores, whole[:, t])
 
 
-THEIR_LAYER = {
+LAYER_NAMES = {
     "attention.layer_norm": "attention_residual.norm",
     "attention.self_attention.query_key": "attention.query_key",
     "attention.self_attention.value": "attention.value",
@@ -263,22 +261,22 @@ THEIR_LAYER = {
 }
 
 
-def names(layers: int) -> dict[str, str]:
-    """Names of parts in transformers -> names in regard."""
+def weight_names(layers: int) -> dict[str, str]:
+    """The weights of a model: name in transformers -> name in regard."""
     table = {
         "reformer.embeddings.word_embeddings": "target_embedding",
         "reformer.encoder.layer_norm": "decoder.norm",
         "lm_head.decoder": "output",
     }
     for i in range(layers):
-        table |= {f"reformer.encoder.layers.{i}.{a}": f"decoder.blocks.{i}.{b}" for a, b in THEIR_LAYER.items()}
-    places = "reformer.embeddings.position_embeddings.weights"
-    whole = {f"{places}.0": "decoder.position.rows.weight", f"{places}.1": "decoder.position.columns.weight"}
+        table |= {f"reformer.encoder.layers.{i}.{a}": f"decoder.blocks.{i}.{b}" for a, b in LAYER_NAMES.items()}
+    prefix = "reformer.embeddings.position_embeddings.weights"
+    whole = {f"{prefix}.0": "decoder.position.rows.weight", f"{prefix}.1": "decoder.position.columns.weight"}
     parts = {f"{a}.{part}": f"{b}.{part}" for a, b in table.items() for part in ("weight", "bias")}
     return parts | whole
 
 
-def both(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, seed: int = 5, layers: int = 2):
+def paired_models(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, seed: int = 5, layers: int = 2):
     """The models of transformers and regard with the same weights and the same hashes, in double precision."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
@@ -294,7 +292,7 @@ def both(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, seed: int = 5, layers:
     draw = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *size, dtype=None, **more: draw(*size, **more).to(dtype))
     ours = language_model(lsh, layers).double().eval()
-    table = names(layers)
+    table = weight_names(layers)
     state = dict(theirs.state_dict())
     assert not state.pop("lm_head.bias").any()  # transformers never adds it
     shapes = {name: x.shape for name, x in ours.state_dict().items()}
@@ -306,7 +304,7 @@ def both(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, seed: int = 5, layers:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("lsh", "length", "kept"),
+    ("lsh", "length", "real_length"),
     [
         (LshConfig(hashes=1, chunk=8), 64, None),
         (LshConfig(hashes=2, chunk=8), 64, None),
@@ -316,31 +314,33 @@ def both(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, seed: int = 5, layers:
         (LshConfig(hashes=1, chunk=8, before=1), 8, None),  # exact
     ],
 )
-def test_equals_transformers(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, length: int, kept: int | None) -> None:
-    theirs, ours = both(monkeypatch, lsh)
+def test_logits_equal_transformers(
+    monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, length: int, real_length: int | None
+) -> None:
+    theirs, ours = paired_models(monkeypatch, lsh)
     tokens = torch.randint(4, 40, (2, length))
-    keep = None if kept is None else padded(length, length, kept)
+    keep = None if real_length is None else keep_mask(length, length, real_length)
     with torch.no_grad():
         expected = theirs(tokens, attention_mask=None if keep is None else keep.long()).logits
-        found = ours(tokens, keep)
+        logits = ours(tokens, keep)
     assert expected.std() > 0.5
     rows = slice(None) if keep is None else keep
-    torch.testing.assert_close(found[rows], expected[rows], atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(logits[rows], expected[rows], atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, ours = both(monkeypatch, LshConfig(hashes=2, chunk=8))
+    theirs, ours = paired_models(monkeypatch, LshConfig(hashes=2, chunk=8))
     tokens = torch.randint(4, 40, (1, 512))  # transformers trains only at the full length
     theirs.train()(tokens).logits.square().sum().backward()
     ours.train()(tokens, None).square().sum().backward()
-    table = names(2)
-    found = dict(ours.named_parameters())
-    compared = 0
+    table = weight_names(2)
+    parameters = dict(ours.named_parameters())
+    count = 0
     for name, weight in theirs.named_parameters():
         if name != "lm_head.bias":
             assert weight.grad is not None and weight.grad.any()
-            grad = found[table[name]].grad
+            grad = parameters[table[name]].grad
             torch.testing.assert_close(grad, weight.grad.view_as(grad), rtol=1e-8, atol=1e-8)
-            compared += 1
-    assert compared == len(found)
+            count += 1
+    assert count == len(parameters)

@@ -57,37 +57,38 @@ def test_states_of_both_directions_are_concatenated(mixer: str) -> None:
     torch.testing.assert_close(encoded.final[0], torch.cat((ahead[:, -1], back[:, 0]), -1))
 
 
-def weighted(query: Tensor, states: Tensor, keep: Tensor) -> Tensor:
-    """Explicit dot attention of one query."""
+def dot_attention(query: Tensor, states: Tensor, keep: Tensor) -> Tensor:
+    """Dot attention of one query per row, written out."""
     rows = []
     for b in range(len(query)):
-        seen = states[b][keep[b]]
-        rows.append(torch.softmax(seen @ query[b], 0) @ seen)
+        visible = states[b][keep[b]]
+        rows.append(torch.softmax(visible @ query[b], 0) @ visible)
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize("attend_first", [False, True])
 @pytest.mark.parametrize("input_feeding", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_decoder_by_hand(mixer: str, input_feeding: bool, attend_first: bool) -> None:
-    """Every variant, token by token, from the cells of torch and the formulas."""
+def test_decoder_equals_its_formulas(mixer: str, input_feeding: bool, attend_first: bool) -> None:
+    """Every variant, token by token, from torch's cells and the formulas."""
     torch.manual_seed(1)
     decoder = RecurrentDecoder(small(mixer, input_feeding=input_feeding, attend_first=attend_first))
     source = torch.randn(2, 4, 8)
     keep = lengths(4, 2)
-    final, x = (torch.randn(2, 8), torch.randn(2, 8)), torch.randn(2, 3, 8)
-    found, _ = decoder(x, decoder.start(EncoderOutput(source, keep, final)))
+    final_states = (torch.randn(2, 8), torch.randn(2, 8))
+    x = torch.randn(2, 3, 8)
+    output, _ = decoder(x, decoder.start(EncoderOutput(source, keep, final_states)))
 
-    states = [torch.tanh(bridge(last)) for bridge, last in zip(decoder.bridges, final, strict=True)]
+    states = [torch.tanh(bridge(state)) for bridge, state in zip(decoder.bridges, final_states, strict=True)]
     cells = [torch.zeros(2, 8), torch.zeros(2, 8)]
-    fed = torch.zeros(2, 8)
+    attentional = torch.zeros(2, 8)
     for t in range(3):
         step = [x[:, t]]
-        context = weighted(states[-1], source, keep)
+        context = dot_attention(states[-1], source, keep)
         if attend_first:
             step.append(context)
         if input_feeding:
-            step.append(fed)
+            step.append(attentional)
         value = torch.cat(step, -1)
         for i, block in enumerate(decoder.blocks):
             kind = nn.GRUCell if mixer == "gru" else nn.LSTMCell
@@ -99,20 +100,20 @@ def test_decoder_by_hand(mixer: str, input_feeding: bool, attend_first: bool) ->
                 states[i], cells[i] = cell(value, (states[i], cells[i]))
             value = states[i]
         if not attend_first:
-            context = weighted(states[-1], source, keep)
-        fed = torch.tanh(decoder.combine(torch.cat((context, states[-1]), -1)))
-        torch.testing.assert_close(found[:, t], fed, atol=1e-5, rtol=1e-5)
+            context = dot_attention(states[-1], source, keep)
+        attentional = torch.tanh(decoder.combine(torch.cat((context, states[-1]), -1)))
+        torch.testing.assert_close(output[:, t], attentional, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("score", ["additive", "general", "location"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_simplest_decoder_is_a_cell_and_one_attention(mixer: str, score: str) -> None:
-    """Without input feeding, all tokens at once: the layer of torch, then attention over the source."""
+def test_decoder_without_input_feeding_equals_torch_layer_and_attention(mixer: str, score: str) -> None:
+    """All tokens at once: torch's recurrent layer, then attention over the source."""
     decoder = RecurrentDecoder(small(mixer, layers=1, score=score))
     source = torch.randn(2, 4, 8)
     first = torch.randn(2, 8)
     x = torch.randn(2, 3, 8)
-    found, _ = decoder(x, decoder.start(EncoderOutput(source, None, (first,))))
+    output, _ = decoder(x, decoder.start(EncoderOutput(source, None, (first,))))
     initial = torch.tanh(decoder.bridges[0](first)).unsqueeze(0)
     states = decoder.blocks[0].cell(x, initial if mixer == "gru" else (initial, torch.zeros_like(initial)))[0]
     compare = decoder.cross.score
@@ -120,43 +121,44 @@ def test_simplest_decoder_is_a_cell_and_one_attention(mixer: str, score: str) ->
     k = compare.key(source.unsqueeze(1))
     weights = torch.softmax(compare.compare(q, k, torch.arange(4).unsqueeze(0)).squeeze(1), -1)
     expected = torch.tanh(decoder.combine(torch.cat((weights @ source, states), -1)))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("option", ["input_feeding", "attend_first"])
-def test_input_feeding_and_attend_first_extend_the_input(option: str) -> None:
+def test_input_feeding_and_attend_first_extend_the_cell_input(option: str) -> None:
     """input_feeding adds the attentional vector of the previous step, attend_first the context of the source."""
     decoder = RecurrentDecoder(small(**{option: True}))
-    final, x = (torch.randn(1, 8), torch.randn(1, 8)), torch.randn(1, 3, 8)
-    seen: list[Tensor] = []
-    decoder.blocks[0].cell.register_forward_pre_hook(lambda _m, args: seen.append(args[0][:, 0, 8:]))
-    out, _ = decoder(x, decoder.start(EncoderOutput(torch.randn(1, 4, 8), None, final)))
+    final_states = (torch.randn(1, 8), torch.randn(1, 8))
+    x = torch.randn(1, 3, 8)
+    extra_inputs: list[Tensor] = []
+    decoder.blocks[0].cell.register_forward_pre_hook(lambda _m, args: extra_inputs.append(args[0][:, 0, 8:]))
+    out, _ = decoder(x, decoder.start(EncoderOutput(torch.randn(1, 4, 8), None, final_states)))
     if option == "input_feeding":
-        assert not seen[0].any()
-        assert torch.equal(seen[1], out[:, 0])
-        assert torch.equal(seen[2], out[:, 1])
+        assert not extra_inputs[0].any()
+        assert torch.equal(extra_inputs[1], out[:, 0])
+        assert torch.equal(extra_inputs[2], out[:, 1])
     else:
-        decoder(x[:, :1], decoder.start(EncoderOutput(torch.randn(1, 4, 8), None, final)))
-        assert (seen[0] - seen[3]).abs().max() > 1e-3
+        decoder(x[:, :1], decoder.start(EncoderOutput(torch.randn(1, 4, 8), None, final_states)))
+        assert (extra_inputs[0] - extra_inputs[3]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("center", ["step", "predicted"])
-def test_local_attention_of_a_decoder(center: str) -> None:
+def test_local_attention_covers_only_its_window(center: str) -> None:
     """A window of 1 covers three positions around the step, and at most three around a predicted position."""
     decoder = RecurrentDecoder(small(cross_window=1, cross_center=center, layers=1))
     weights: list[Tensor] = []
     decoder.cross.weights.register_forward_hook(lambda _m, _i, out: weights.append(out[0, 0]))
     decoder(torch.randn(1, 5, 8), decoder.start(EncoderOutput(torch.randn(1, 7, 8), None, (torch.randn(1, 8),))))
-    seen = weights[0] > 0
+    visible = weights[0] > 0
     if center == "step":
-        assert seen.nonzero().tolist() == [[t, s] for t in range(5) for s in range(7) if abs(t - s) <= 1]
+        assert visible.nonzero().tolist() == [[t, s] for t in range(5) for s in range(7) if abs(t - s) <= 1]
     else:
-        assert (seen.sum(-1) <= 3).all()
-        assert (seen.sum(-1) >= 1).all()
+        assert (visible.sum(-1) <= 3).all()
+        assert (visible.sum(-1) >= 1).all()
 
 
-def test_a_decoder_can_start_without_final_states() -> None:
-    """An attention encoder has no last states: its first vector is used for every layer."""
+def test_decoder_without_final_states_starts_from_the_first_source_vector() -> None:
+    """An attention encoder has no final states; the first source vector initialises every layer."""
     decoder = RecurrentDecoder(small("lstm"))
     states = torch.randn(2, 3, 8)
     state = decoder.start(EncoderOutput(states, None))
@@ -165,6 +167,6 @@ def test_a_decoder_can_start_without_final_states() -> None:
         assert not c.any()
 
 
-def test_one_attention_for_any_number_of_layers() -> None:
+def test_only_the_last_layer_has_cross_attention() -> None:
     decoder = RecurrentDecoder(small(layers=3))
     assert [name for name, m in decoder.named_modules() if isinstance(m, Attention)] == ["blocks.2.cross"]

@@ -1,6 +1,6 @@
-"""Relative positions against the formula of the paper in plain loops, and distances beyond the reach.
+"""Relative positions equal the formula of the paper; distances beyond `reach` share one score.
 
-The reference implementation is met in tests/convert/test_transfo_xl.py.
+tests/convert/test_transfo_xl.py compares with the reference implementation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 def read(model: Model, tokens: Tensor, *lengths: int) -> Tensor:
-    """The vectors of a text, read in segments of these lengths."""
+    """The output vectors of a text that is read in segments of these lengths."""
     segment_memory = None
     outs = []
     for piece in tokens.split(lengths, dim=1):
@@ -54,7 +54,7 @@ def distance_vector(distance: int, width: int) -> list[float]:
 
 
 @pytest.mark.parametrize("past", [0, 3])
-def test_scores_are_the_formula_of_the_paper(past: int) -> None:
+def test_attention_weights_equal_the_formula_of_the_paper(past: int) -> None:
     """A = q.k + q.W_R R(i-j) + u.k + v.W_R R(i-j), for each query i and key j <= i, then scaled and normalised."""
     torch.manual_seed(1)
     stack = build().config.decoder
@@ -68,13 +68,13 @@ def test_scores_are_the_formula_of_the_paper(past: int) -> None:
     for parameter in relative.parameters():
         parameter.normal_()
     x = torch.randn(2, past + 4, width)
-    places = torch.arange(past + 4).unsqueeze(0)
-    seen: list[Tensor] = []
-    attention.weights.register_forward_hook(lambda _m, _i, out: seen.append(out))
+    positions = torch.arange(past + 4).unsqueeze(0)
+    weights: list[Tensor] = []
+    attention.weights.register_forward_hook(lambda _m, _i, out: weights.append(out))
     attention(
         x[:, past:],
-        attention.project_kv(x, places, NO_POSITION),
-        AttentionMask(places[:, past:], places, None, True),
+        attention.project_kv(x, positions, NO_POSITION),
+        AttentionMask(positions[:, past:], positions, None, True),
         NO_POSITION,
     )
     key_matrix = attention.key_value.weight[: heads * head]
@@ -91,7 +91,7 @@ def test_scores_are_the_formula_of_the_paper(past: int) -> None:
                     scores.append(sum(float(part) for part in parts) / math.sqrt(head))
                 total = sum(map(math.exp, scores))
                 expected = [math.exp(score) / total for score in scores] + [0.0] * (past + 3 - i)
-                assert seen[0][b, h, i - past].tolist() == pytest.approx(expected, abs=1e-5)
+                assert weights[0][b, h, i - past].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("lengths", [(11,), (4, 4, 3), (1,) * 11, (2, 9)])
@@ -102,34 +102,34 @@ def test_segments_with_a_long_memory_equal_one_pass(lengths: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("memory", [1, 3, 4, 6])
-def test_a_shorter_memory_is_a_mask_by_hand(memory: int) -> None:
+def test_shorter_memory_equals_an_explicit_mask(memory: int) -> None:
     """In one layer, a token attends to its segment up to itself, and to `memory` tokens before the segment."""
     model = build(memory)
     tokens = text(12)
     layer = model.decoder.blocks[0]
     segment_memory = None
-    found = []
-    hook = layer.attention_residual.register_forward_hook(lambda _m, _i, out: found.append(out))
+    outputs = []
+    hook = layer.attention_residual.register_forward_hook(lambda _m, _i, out: outputs.append(out))
     for i, piece in enumerate(tokens.split(4, dim=1)):
         _, segment_memory = model.read_segment(piece, segment_memory)
         assert {x.shape[1] for x in segment_memory} == {min(memory, 4 * (i + 1))}
     hook.remove()
     x = model.target_embedding(tokens) * math.sqrt(12)
     query = torch.arange(12).unsqueeze(1)
-    places = torch.arange(12).unsqueeze(0)
-    may = (places <= query) & (places >= query // 4 * 4 - memory)
-    mask = AttentionMask(places, places, allowed_B1TS=may[None, None])
-    keys = layer.attention.project_kv(x, places, NO_POSITION)
-    close(torch.cat(found, dim=1), layer.attention_residual(x, lambda x: layer.attention(x, keys, mask, NO_POSITION)))
+    positions = torch.arange(12).unsqueeze(0)
+    visible = (positions <= query) & (positions >= query // 4 * 4 - memory)
+    mask = AttentionMask(positions, positions, allowed_B1TS=visible[None, None])
+    keys = layer.attention.project_kv(x, positions, NO_POSITION)
+    close(torch.cat(outputs, dim=1), layer.attention_residual(x, lambda x: layer.attention(x, keys, mask, NO_POSITION)))
 
 
-def test_tokens_beyond_the_memory_have_no_influence() -> None:
-    """Tokens beyond the memory of all layers have no influence; nearer tokens have."""
+def test_tokens_beyond_the_memory_have_no_effect() -> None:
+    """Each layer reaches back by the length of the memory; nearer tokens do have an effect."""
     model = build(memory=3)
     tokens = text(16)
     changed = tokens.clone()
     changed[:, 0] = (changed[:, 0] + 1) % VOCAB
-    before, after = (read(model, each, 4, 4, 4, 4) for each in (tokens, changed))
+    before, after = (read(model, text_tokens, 4, 4, 4, 4) for text_tokens in (tokens, changed))
     assert (before[:, :4] - after[:, :4]).abs().amax() > 1e-3  # the first token is in the same segment
     assert torch.equal(before[:, 12:], after[:, 12:])  # two layers see 2 * 3 tokens before a segment
 
@@ -151,15 +151,15 @@ def test_no_gradient_flows_into_the_segment_memory() -> None:
 
 @pytest.mark.parametrize("reach", [1, 4, 10])
 def test_reach_has_no_effect_on_shorter_distances(reach: int) -> None:
-    free = build()
-    bound = build(reach=reach)
+    unlimited = build()
+    limited = build(reach=reach)
     tokens = text(11)
-    close(bound(tokens, None)[:, : reach + 1], free(tokens, None)[:, : reach + 1])
-    beyond = (bound(tokens, None) - free(tokens, None)).abs().amax(-1)[:, reach + 1 :]
+    close(limited(tokens, None)[:, : reach + 1], unlimited(tokens, None)[:, : reach + 1])
+    beyond = (limited(tokens, None) - unlimited(tokens, None)).abs().amax(-1)[:, reach + 1 :]
     assert (beyond > 1e-4).all()
 
 
-def test_distances_beyond_reach_are_equal() -> None:
+def test_scores_are_equal_for_distances_beyond_reach() -> None:
     """A key has the same score at all distances of at least `reach`."""
     stack = build(reach=3).config.decoder
     assert stack is not None
@@ -167,9 +167,9 @@ def test_distances_beyond_reach_are_equal() -> None:
     assert relative is not None
     for parameter in relative.parameters():
         parameter.normal_()
-    places = torch.arange(9).unsqueeze(0)
-    _, seen = relative(torch.randn(2, 2, 1, 6), AttentionMask(places[:, -1:], places, None, True), 1.0)
-    scores = seen.bias_BHTS[:, :, 0].flip(-1)  # by distance
+    positions = torch.arange(9).unsqueeze(0)
+    _, mask = relative(torch.randn(2, 2, 1, 6), AttentionMask(positions[:, -1:], positions, None, True), 1.0)
+    scores = mask.bias_BHTS[:, :, 0].flip(-1)  # by distance
     close(scores[..., 3:], scores[..., 3:4].expand(-1, -1, 6))
     assert (scores[..., :4].diff(dim=-1).abs() > 1e-3).all()
 

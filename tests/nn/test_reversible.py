@@ -1,4 +1,4 @@
-"""Reversible layers: their formula, and equal gradients with and without stored activations."""
+"""Reversible layers equal their formula; recomputing activations gives the same gradients as storing them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ def small(**changes: object) -> Stack:
 
 def reversible_stack(dtype: torch.dtype = torch.double, **changes: object) -> Transformer:
     torch.manual_seed(0)
-    made = Transformer(small(**changes), causal=True).to(dtype)
-    for weight in made.parameters():
+    stack = Transformer(small(**changes), causal=True).to(dtype)
+    for weight in stack.parameters():
         torch.nn.init.normal_(weight, std=0.4)
-    return made
+    return stack
 
 
-def stored(blocks: list[ReversibleBlock], x: Tensor, pos: Tensor, mask: AttentionMask, position: Position) -> Tensor:
-    """The same layers as an ordinary loop; autograd stores all activations."""
+def run_storing_activations(
+    blocks: list[ReversibleBlock], x: Tensor, pos: Tensor, mask: AttentionMask, position: Position
+) -> Tensor:
+    """The layers as an ordinary loop; autograd stores all activations."""
     for block in blocks:
         x, _ = block(x, pos, mask, position)
     return x
@@ -42,22 +44,22 @@ def gradients(model: Transformer, x: Tensor, keep: Tensor | None = None) -> tupl
     out, _ = model(x, State(()), keep)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     (out * weights).sum().backward()
-    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     assert x.grad is not None
-    return out.detach(), found | {"x": x.grad}
+    return out.detach(), grads | {"x": x.grad}
 
 
-def test_block_is_its_formula() -> None:
+def test_block_equals_its_formula() -> None:
     block = ReversibleBlock(small(), None).double()
     x = torch.randn(2, 5, 16).double()
     pos = torch.arange(5)[None]
     mask = AttentionMask(pos, pos, None, causal=True)
-    one = x[..., :8]
-    two = x[..., 8:]
-    normed = block.attention_residual.norm(two)
-    one = one + block.attention(normed, block.attention.project_kv(normed, pos, NO_POSITION), mask, NO_POSITION)
-    two = two + block.feed_forward(block.feed_forward_residual.norm(one))
-    torch.testing.assert_close(block(x, pos, mask, NO_POSITION)[0], torch.cat((one, two), -1))
+    first = x[..., :8]
+    second = x[..., 8:]
+    normed = block.attention_residual.norm(second)
+    first = first + block.attention(normed, block.attention.project_kv(normed, pos, NO_POSITION), mask, NO_POSITION)
+    second = second + block.feed_forward(block.feed_forward_residual.norm(first))
+    torch.testing.assert_close(block(x, pos, mask, NO_POSITION)[0], torch.cat((first, second), -1))
 
 
 @pytest.mark.parametrize("mixer", ["attention", "lsh"])
@@ -73,21 +75,21 @@ def test_gradients_equal_those_of_stored_activations(
     x = torch.randn(2, 21, 8, dtype=dtype)
     keep = torch.arange(21) < torch.tensor([[21], [13]])
     results = []
-    after = []
-    for run in (run_reversible, stored):
+    random_states = []
+    for run in (run_reversible, run_storing_activations):
         monkeypatch.setattr("regard.nn.transformer.run_reversible", run)
         torch.manual_seed(1)
         pool.begin(0)
         results.append(gradients(model, x, keep))
-        after.append((torch.rand(1), pool.offsets.getstate()))
-    (out, found), (expected_out, expected) = results
+        random_states.append((torch.rand(1), pool.offsets.getstate()))
+    (out, grads), (expected_out, expected) = results
     torch.testing.assert_close(out, expected_out)
-    assert found.keys() == expected.keys() and len(found) > 20
+    assert grads.keys() == expected.keys() and len(grads) > 20
     for name, grad in expected.items():
         assert grad.any(), name
-        error = float((found[name] - grad).norm() / grad.norm())
+        error = float((grads[name] - grad).norm() / grad.norm())
         assert error < tolerance, name
-    assert after[0] == after[1]  # the random state is the same afterwards
+    assert random_states[0] == random_states[1]  # both runs leave the same random state
     if dropout:
         torch.manual_seed(2)
         pool.begin(1)
@@ -101,54 +103,57 @@ def test_no_activations_are_stored_between_layers() -> None:
         model = reversible_stack(layers=layers, mixer="lsh").train()
         sizes.append(0)
 
-        def keep(x: Tensor) -> Tensor:
+        def count(x: Tensor) -> Tensor:
             sizes[-1] += x.numel()
             return x
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
             model(torch.randn(1, 64, 8, dtype=torch.double), State(()))
     assert sizes[0] == sizes[1]
 
 
-def test_hashes_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lsh_hashes_are_computed_once_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed inputs differ slightly from the hashed inputs, so the sort order is reused."""
     model = reversible_stack(mixer="lsh").train()
-    made = []
+    calls = []
     for block in model.blocks:
-        real = block.attention._hash
-        monkeypatch.setattr(block.attention, "_hash", lambda *given, real=real: made.append(1) or real(*given))
+        original = block.attention._hash
+        monkeypatch.setattr(
+            block.attention, "_hash", lambda *arguments, original=original: calls.append(1) or original(*arguments)
+        )
     gradients(model, torch.randn(1, 40, 8, dtype=torch.double))
-    assert len(made) == 3
+    assert len(calls) == 3
 
 
-@pytest.mark.parametrize("where", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_a_plain_loop_without_training(where: type, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_reversible_function_is_used_only_for_training(mode: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients or in evaluation the layers run as a plain loop."""
     model = reversible_stack(mixer="lsh")
     x = torch.randn(2, 40, 8, dtype=torch.double)
-    trained = model.train()(x, State(()))[0].detach()
+    expected = model.train()(x, State(()))[0].detach()
     monkeypatch.setattr(reversible, "_Run", None)
-    with where():
-        if where is not torch.enable_grad:
-            torch.testing.assert_close(model.train()(x, State(()))[0], trained)
+    with mode():
+        if mode is not torch.enable_grad:
+            torch.testing.assert_close(model.train()(x, State(()))[0], expected)
         out, state = model.eval()(x, State(()))
-    torch.testing.assert_close(out, trained)
+    torch.testing.assert_close(out, expected)
     assert len(state.layers) == 3
 
 
-def test_frozen_weights_stay_without_gradient() -> None:
+def test_frozen_weights_get_no_gradient() -> None:
     model = reversible_stack().train()
     x = torch.randn(2, 6, 8, dtype=torch.double)
     _, expected = gradients(model, x)
     model.blocks[1].attention.requires_grad_(False)
-    _, found = gradients(model, x)
-    assert {name for name in expected if name not in found} == {
+    _, grads = gradients(model, x)
+    assert {name for name in expected if name not in grads} == {
         f"blocks.1.attention.{name}" for name, _ in model.blocks[1].attention.named_parameters()
     }
-    for name, grad in found.items():
+    for name, grad in grads.items():
         torch.testing.assert_close(grad, expected[name])
 
 
-def test_gradients_under_autocast_are_near_those_without() -> None:
+def test_gradients_under_autocast_are_close_to_fp32() -> None:
     model = reversible_stack(torch.float, mixer="lsh").train()
     x = torch.randn(2, 21, 8)
     _, expected = gradients(model, x)
@@ -162,7 +167,7 @@ def test_gradients_under_autocast_are_near_those_without() -> None:
         assert float((weight.grad - expected[name]).norm() / expected[name].norm()) < 0.2, name
 
 
-def test_decoding_does_not_continue_from_training() -> None:
+def test_decoding_from_a_training_state_is_refused() -> None:
     model = reversible_stack().train()
     x = torch.randn(1, 6, 8, dtype=torch.double)
     _, state = model(x, State(()))

@@ -1,4 +1,4 @@
-"""The decoding state."""
+"""The decoding state: row selection and the padding mask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def state(rows: int, length: int, keep: Tensor | None = None) -> State:
 
 
 @given(st.data(), st.integers(1, 5), st.booleans())
-def test_selecting_twice_is_selecting_once(data: st.DataObject, rows: int, padded: bool) -> None:
+def test_two_selections_equal_their_composition(data: st.DataObject, rows: int, padded: bool) -> None:
     keep = torch.rand(rows, 4) < 0.5 if padded else None
     start = state(rows, 4, keep)
     first = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=6)))
@@ -31,36 +31,36 @@ def test_selecting_twice_is_selecting_once(data: st.DataObject, rows: int, padde
     assert twice.length == 4
 
 
-def test_a_source_is_selected_by_sentence_when_sentences_finish() -> None:
+def test_source_keeps_only_unfinished_sentences() -> None:
     kv = KV(torch.randn(3, 1, 4, 2), torch.randn(3, 1, 4, 2))
     keep = torch.arange(4) < torch.tensor([[4], [1], [2]])
     start = State((), source=CrossCache((kv,), keep, torch.arange(4).unsqueeze(0)))
     assert start.select(torch.tensor([0, 0, 1, 1, 2, 2])).source is start.source
-    left = start.select(torch.tensor([0, 2]), torch.tensor([0, 2])).source
-    assert left is not None
-    assert torch.equal(left.layers[0].k_BGSE, kv.k_BGSE[[0, 2]])
-    assert torch.equal(left.layers[0].v_BGSE, kv.v_BGSE[[0, 2]])
-    assert torch.equal(left.keep_BS, keep[[0, 2]])
+    remaining = start.select(torch.tensor([0, 2]), torch.tensor([0, 2])).source
+    assert remaining is not None
+    assert torch.equal(remaining.layers[0].k_BGSE, kv.k_BGSE[[0, 2]])
+    assert torch.equal(remaining.layers[0].v_BGSE, kv.v_BGSE[[0, 2]])
+    assert torch.equal(remaining.keep_BS, keep[[0, 2]])
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4))
-def test_the_keep_mask_grows_with_the_tokens(pieces: list[tuple[int, bool]]) -> None:
-    """Pieces with and without a mask, in any order: tokens without a mask are not padding."""
-    now = State(())
+def test_keep_mask_grows_with_the_tokens(pieces: list[tuple[int, bool]]) -> None:
+    """Pieces with and without a mask, in any order; tokens without a mask are not padding."""
+    current = State(())
     expected = torch.ones(2, 0, dtype=torch.bool)
     for count, masked in pieces:
         keep = torch.rand(2, count) < 0.5 if masked else None
         new = torch.ones(2, count, dtype=torch.bool) if keep is None else keep
         expected = torch.cat((expected, new), 1)
-        now = now.advance((), count, keep)
-    assert now.length == expected.shape[1]
+        current = current.advance((), count, keep)
+    assert current.length == expected.shape[1]
     if any(masked for _, masked in pieces):
-        assert torch.equal(now.keep_NP, expected)
+        assert torch.equal(current.keep_NP, expected)
     else:
-        assert now.keep_NP is None
+        assert current.keep_NP is None
 
 
-def test_a_state_is_a_value() -> None:
+def test_advance_and_select_do_not_modify_the_state() -> None:
     start = state(2, 3)
     start.advance((), 2, None)
     start.select(torch.tensor([1]))
