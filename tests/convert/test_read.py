@@ -210,7 +210,7 @@ def test_ids_beyond_the_vocabulary_and_empty_settings_are_ignored(copy, tmp_path
         ("other", "", "no weights"),
     ],
 )
-def test_broken_files_are_errors(file, content, message, copy, tmp_path):
+def test_invalid_files_are_refused(file, content, message, copy, tmp_path):
     if file != "config.json":
         (copy / "model.safetensors").unlink()
     (copy / file).write_text(content)

@@ -181,7 +181,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImportedToke
 @pytest.fixture(scope="module")
 def theirs(imported: dict[str, ImportedTokenizer]) -> dict[str, Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers recommends to install a package
+        warnings.simplefilter("ignore")  # transformers recommends installing a package
         return {
             kind: getattr(transformers, name).from_pretrained(imported[kind].path) for kind, name in CLASSES.items()
         }

@@ -1,4 +1,4 @@
-"""Evaluation equals separate decoding, scoring and metrics."""
+"""`evaluate` equals separate decoding, scoring and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def examples(toy):
     return [Example(*line.split("\t")) for line in (toy / "test.tsv").read_text().splitlines()]
 
 
-def test_scores_are_those_of_the_parts(run, examples):
+def test_metrics_equal_separate_decoding_and_scoring(run, examples):
     result = evaluate(run, examples, Options(beam=3), samples=0)
     texts = [hypotheses[0].text for hypotheses in run.generate(examples, beam=3)]
     references = [example.target for example in examples]
@@ -37,7 +37,7 @@ def test_scores_are_those_of_the_parts(run, examples):
     assert result.metrics["perplexity"].score == pytest.approx(math.exp(-mean))
 
 
-def test_against_itself_nothing_is_significant(run, examples):
+def test_a_run_against_itself_has_p_values_of_one(run, examples):
     result = evaluate(run, examples, metrics=("wer", "perplexity", "chrf"), against=run, samples=50)
     assert all(p == 1 for p in result.p_values.values())
     shape = replace(result, skipped={"empty side": 2}).to_json()
@@ -45,7 +45,7 @@ def test_against_itself_nothing_is_significant(run, examples):
     assert shape["against"]["wer"]["difference"] == 0 and shape["against"]["chrf"]["p"] == 1
 
 
-def test_a_run_computes_only_what_the_metrics_need(run, examples):
+def test_only_the_outputs_or_scores_of_the_metrics_are_computed(run, examples):
     assert evaluate(run, examples[:3], metrics=("perplexity",)).outputs.texts == []
     assert evaluate(run, examples[:3], metrics=("wer",)).outputs.log_probabilities == []
 
@@ -65,7 +65,7 @@ def test_default_metrics_follow_the_task(run):
     assert default_metrics(Sentences, ["Wort"])[:2] == ["wer", "cer"]
 
 
-def test_pairs_that_are_too_long_are_left_out_and_named(run, examples):
+def test_pairs_that_are_too_long_are_skipped_and_reported(run, examples):
     long = Example("ab" * 2000, "AH B")
     skipped = []
     mixed = [examples[0], long, *examples[1:], Example("ab", "AH B " * 3000)]
@@ -77,7 +77,7 @@ def test_pairs_that_are_too_long_are_left_out_and_named(run, examples):
         evaluate(run, [long])
 
 
-def test_mistakes(run, examples):
+def test_unknown_metrics_and_missing_pairs_are_refused(run, examples):
     with pytest.raises(UserError, match="did you mean 'bleu'"):
         evaluate(run, examples, metrics=("blue",))
     with pytest.raises(UserError, match="no pair is usable"):

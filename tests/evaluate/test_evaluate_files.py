@@ -1,4 +1,4 @@
-"""`regard evaluate` scores the outputs of `regard generate`, with references and outputs from any files."""
+"""`regard evaluate` scores the outputs of `regard generate`, with references and outputs from all kinds of files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report(*args: object) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs that make mistakes, and the files of a test set."""
+    """Two runs with noisy weights, and the files of a test set."""
     path = tmp_path_factory.mktemp("evaluate")
     for name, seed in (("run", 1), ("other", 2)):
         run = Run.load(toy / "run")
@@ -47,18 +47,19 @@ def folder(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The outputs that the following calls of `regard evaluate` score."""
+def scored_outputs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A list that collects the outputs scored by each call of `regard evaluate`."""
     import regard.cli.evaluate as verb
 
-    texts, evaluate_file = [], verb.evaluate_file
+    texts = []
+    evaluate_file = verb.evaluate_file
 
-    def kept(*arguments: Any) -> Any:
+    def record(*arguments: Any) -> Any:
         evaluation = evaluate_file(*arguments)
         texts.append(evaluation.outputs.texts)
         return evaluation
 
-    monkeypatch.setattr(verb, "evaluate_file", kept)
+    monkeypatch.setattr(verb, "evaluate_file", record)
     return texts
 
 
@@ -77,37 +78,39 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         "--precision bf16",
     ],
 )
-def test_evaluated_outputs_equal_the_output_of_generate(folder: Path, judged: list[list[str]], options: str) -> None:
-    given = [folder / word if word == "other" else word for word in options.split()]
-    file = folder / ("prefixes.tsv" if "--prefix-column" in given else "test.tsv")
-    printed = call("generate", folder / "run", file, *given)
-    assert printed.code == 0, printed.err
+def test_evaluated_outputs_equal_the_output_of_generate(
+    folder: Path, scored_outputs: list[list[str]], options: str
+) -> None:
+    arguments = [folder / word if word == "other" else word for word in options.split()]
+    file = folder / ("prefixes.tsv" if "--prefix-column" in arguments else "test.tsv")
+    generated = call("generate", folder / "run", file, *arguments)
+    assert generated.code == 0, generated.err
     plain = call("generate", folder / "run", folder / "test.tsv").lines
-    assert printed.lines != plain or "--precision" in given
-    answer = report(folder / "run", file, *given)
-    assert judged == [printed.lines]
+    assert generated.lines != plain or "--precision" in arguments
+    answer = report(folder / "run", file, *arguments)
+    assert scored_outputs == [generated.lines]
     references = (folder / "ref.txt").read_text().splitlines()
-    assert answer["metrics"]["per"]["score"] == measure("per", printed.lines, references, 0).score
+    assert answer["metrics"]["per"]["score"] == measure("per", generated.lines, references, 0).score
 
 
-def test_evaluation_with_the_other_engine(folder: Path, judged: list[list[str]]) -> None:
+def test_evaluation_with_ctranslate2_equals_generate(folder: Path, scored_outputs: list[list[str]]) -> None:
     pytest.importorskip("ctranslate2")
     options = "--engine", "ctranslate2", "--precision", "int8", "--beam", 2
-    printed = call("generate", folder / "run", folder / "test.tsv", *options)
+    generated = call("generate", folder / "run", folder / "test.tsv", *options)
     report(folder / "run", folder / "test.tsv", *options)
-    assert printed.code == 0 and judged == [printed.lines]
+    assert generated.code == 0 and scored_outputs == [generated.lines]
 
 
-def test_options_of_decoding_are_those_of_generate() -> None:
-    ours, theirs = ({p.name: p.help for p in load_verb(verb).params} for verb in ("evaluate", "generate"))
+def test_decoding_options_equal_those_of_generate() -> None:
+    evaluate, generate = ({p.name: p.help for p in load_verb(verb).params} for verb in ("evaluate", "generate"))
     decoding = {*Options.model_fields, "ensemble", "prefix_column", "engine"}
-    beside = {"nbest", "alternatives", "alternatives_at", "alignment", "top_tokens"}  # shown beside the one output
-    shared = decoding - beside
-    assert decoding & ours.keys() == shared
-    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+    display = {"nbest", "alternatives", "alternatives_at", "alignment", "top_tokens"}  # only for the display
+    shared = decoding - display
+    assert decoding & evaluate.keys() == shared
+    assert {name: evaluate[name] for name in shared} == {name: generate[name] for name in shared}
 
 
-def test_references_are_the_same_from_columns_and_files(folder: Path) -> None:
+def test_references_in_columns_and_in_files_give_equal_metrics(folder: Path) -> None:
     run = folder / "run"
     columns = report(run, folder / "three.tsv", "--columns", "source,target,target", "--beam", 2)
     files = report(run, folder / "src.txt", "--target", folder / "ref.txt", "--reference", folder / "ref2.txt",
@@ -121,11 +124,16 @@ def test_references_are_the_same_from_columns_and_files(folder: Path) -> None:
     assert columns["metrics"]["per"]["score"] <= one["per"]["score"] and "signature" not in one["per"]
 
 
-def test_requests_of_single_lines_are_evaluated(folder: Path, judged: list[list[str]]) -> None:
+def test_json_requests_with_targets_are_evaluated(folder: Path, scored_outputs: list[list[str]]) -> None:
     sources, references = ((folder / name).read_text().splitlines() for name in ("src.txt", "ref.txt"))
-    wishes: list[dict[str, Any]] = [{"prefix": "B"}, {"forbid": ["AH"]}, {"require": [["K", "D"]]}, {"max_length": 2}]
+    constraints: list[dict[str, Any]] = [
+        {"prefix": "B"},
+        {"forbid": ["AH"]},
+        {"require": [["K", "D"]]},
+        {"max_length": 2},
+    ]
     rows = [
-        {"source": source, **wishes[n % 4], "target": [target, "F"] if n % 2 else target}
+        {"source": source, **constraints[n % 4], "target": [target, "F"] if n % 2 else target}
         for n, (source, target) in enumerate(zip(sources, references, strict=True))
     ]
     lines = [json.dumps(row) for row in rows]
@@ -133,17 +141,17 @@ def test_requests_of_single_lines_are_evaluated(folder: Path, judged: list[list[
     file = folder / "requests.jsonl"
     file.write_text("".join(f"{line}\n" for line in lines))
     answer = report(folder / "run", file, "--beam", 2)
-    printed = [json.loads(line) for line in call("generate", folder / "run", file, "--beam", 2).lines]
-    texts = [row["hypotheses"][0]["text"] for row in printed[:4] + printed[8:]]
-    assert judged == [texts] and answer["skipped"] == {"not a valid request": 2, "empty side": 2}
-    several = [(target, "F") if n % 2 else (target,) for n, target in enumerate(references)]
-    assert answer["metrics"]["per"]["score"] == measure("per", texts, several, 0).score
+    answers = [json.loads(line) for line in call("generate", folder / "run", file, "--beam", 2).lines]
+    texts = [row["hypotheses"][0]["text"] for row in answers[:4] + answers[8:]]
+    assert scored_outputs == [texts] and answer["skipped"] == {"not a valid request": 2, "empty side": 2}
+    multiple_references = [(target, "F") if n % 2 else (target,) for n, target in enumerate(references)]
+    assert answer["metrics"]["per"]["score"] == measure("per", texts, multiple_references, 0).score
     (folder / "plain.jsonl").write_text("".join(json.dumps({"source": s}) + "\n" for s in sources))
-    beside = report(folder / "run", folder / "plain.jsonl", "--reference", folder / "ref.txt")
-    assert beside["metrics"] == report(folder / "run", folder / "test.tsv")["metrics"]
+    with_references = report(folder / "run", folder / "plain.jsonl", "--reference", folder / "ref.txt")
+    assert with_references["metrics"] == report(folder / "run", folder / "test.tsv")["metrics"]
 
 
-def test_ready_outputs_need_no_run(folder: Path) -> None:
+def test_metrics_of_a_file_of_outputs_equal_those_of_the_run(folder: Path) -> None:
     outputs = folder / "out.txt"
     outputs.write_text(call("generate", folder / "run", folder / "src.txt", "--beam", 2).out)
     of_run = report(folder / "run", folder / "test.tsv", "--beam", 2, "--against", folder / "other")
@@ -151,27 +159,30 @@ def test_ready_outputs_need_no_run(folder: Path) -> None:
     other.write_text(call("generate", folder / "other", folder / "src.txt", "--beam", 2).out)
     del of_run["metrics"]["perplexity"], of_run["against"]["perplexity"]
     names = [part for name in of_run["metrics"] for part in ("--metric", name)]
-    ready = report(folder / "test.tsv", "--outputs", outputs, "--against", other, *names)
-    assert ready == of_run
-    assert report(folder / "test.tsv", "--outputs", outputs)["metrics"] == of_run["metrics"]  # tokens, by their look
-    alone = report("--outputs", outputs, "--reference", folder / "ref.txt", *names)
-    assert alone["metrics"] == of_run["metrics"]
+    from_file = report(folder / "test.tsv", "--outputs", outputs, "--against", other, *names)
+    assert from_file == of_run
+    default_metrics = report(folder / "test.tsv", "--outputs", outputs)["metrics"]
+    assert default_metrics == of_run["metrics"]  # the outputs are recognised as tokens
+    without_sources = report("--outputs", outputs, "--reference", folder / "ref.txt", *names)
+    assert without_sources["metrics"] == of_run["metrics"]
     mixed = report(folder / "run", folder / "test.tsv", "--beam", 2, "--against", other)
     assert mixed["against"] == of_run["against"] and "perplexity" in mixed["metrics"]
     same = report(folder / "test.tsv", "--outputs", outputs, "--against", outputs, *names)
     assert same["metrics"] == of_run["metrics"] and {each["p"] for each in same["against"].values()} == {1.0}
-    turned = report(folder / "test.tsv", "--outputs", other, "--against", folder / "run", "--beam", 2)
-    assert turned["against"]["per"]["difference"] == -of_run["against"]["per"]["difference"]
+    swapped = report(folder / "test.tsv", "--outputs", other, "--against", folder / "run", "--beam", 2)
+    assert swapped["against"]["per"]["difference"] == -of_run["against"]["per"]["difference"]
 
 
 def test_outputs_of_bad_lines_do_not_shift_the_others(folder: Path) -> None:
     lines = (folder / "test.tsv").read_bytes().splitlines(keepends=True)
-    file, outputs = folder / "bad.tsv", folder / "bad.txt"
+    file = folder / "bad.tsv"
+    outputs = folder / "bad.txt"
     file.write_bytes(
         b"".join([lines[0], b"\n", b"no target\n", lines[1], b"a\xff\tB\n", b"\tB\n", b"a\t\n", *lines[2:]])
     )
     outputs.write_text(call("generate", folder / "run", file).out)
-    good, bad = report(folder / "run", folder / "test.tsv"), report(file, "--outputs", outputs)
+    good = report(folder / "run", folder / "test.tsv")
+    bad = report(file, "--outputs", outputs)
     assert bad["metrics"].items() <= good["metrics"].items() and bad["examples"] == 16
     skipped = {"blank line": 1, "wrong column count": 1, "invalid UTF-8": 1, "empty side": 2}
     assert bad["skipped"] == skipped == report(folder / "run", file)["skipped"]
@@ -179,7 +190,7 @@ def test_outputs_of_bad_lines_do_not_shift_the_others(folder: Path) -> None:
     assert result.err.startswith(f"{file}: 16 of 21 lines; skipped 2 empty side ({file}:6, {file}:7), 1 blank line")
 
 
-def test_every_metric_of_pairs_is_json(folder: Path) -> None:
+def test_every_metric_of_pairs_is_reported_with_its_signature(folder: Path) -> None:
     names = [part for name in METRICS for part in ("--metric", name)]
     answer = report(folder / "run", folder / "three.tsv", "--columns", "source,target,target", *names,
                     "--against", folder / "other", "--lowercase", "--bleu-tokenize", "intl")  # fmt: skip
@@ -190,7 +201,7 @@ def test_every_metric_of_pairs_is_json(folder: Path) -> None:
     assert signatures["per"] == "nrefs:var|case:lc" and not signatures["perplexity"]
 
 
-def test_confusions_are_reported(folder: Path, judged: list[list[str]]) -> None:
+def test_confusions_are_reported_with_examples(folder: Path, scored_outputs: list[list[str]]) -> None:
     answer = report(folder / "run", folder / "test.tsv", "--confusions", 1000)
     rows = answer["confusions"]
     references = (folder / "ref.txt").read_text().splitlines()
@@ -201,9 +212,10 @@ def test_confusions_are_reported(folder: Path, judged: list[list[str]]) -> None:
         number = int(row["example"]["location"].rpartition(":")[2])
         assert row["example"]["location"] == f"{folder / 'test.tsv'}:{number}"
         assert (row["example"]["reference"], row["example"]["output"]) == (
-            references[number - 1], judged[0][number - 1]
+            references[number - 1], scored_outputs[0][number - 1]
         )  # fmt: skip
-        assert (row["reference"] or "") in references[number - 1] and (row["output"] or "") in judged[0][number - 1]
+        assert (row["reference"] or "") in references[number - 1]
+        assert (row["output"] or "") in scored_outputs[0][number - 1]
     assert report(folder / "run", folder / "test.tsv")["confusions"] == rows[:10]
     assert "confusions" not in report(folder / "run", folder / "test.tsv", "--confusions", 0)
     table = call("evaluate", folder / "run", folder / "test.tsv", "--confusions", 1, "--bootstrap", 0).lines
@@ -214,17 +226,18 @@ def test_confusions_are_reported(folder: Path, judged: list[list[str]]) -> None:
     ]
 
 
-def test_labels_are_recognised_by_their_look(folder: Path) -> None:
-    right, told = ["a", "b", "c"] * 10, ["a", "b", "b"] * 10
-    for name, labels in (("labels", right), ("told", told)):
+def test_files_of_labels_are_detected_and_scored_by_accuracy(folder: Path) -> None:
+    references = ["a", "b", "c"] * 10
+    outputs = ["a", "b", "b"] * 10
+    for name, labels in (("labels", references), ("predictions", outputs)):
         (folder / f"{name}.txt").write_text("".join(f"{label}\n" for label in labels))
-    answer = report("--outputs", folder / "told.txt", "--reference", folder / "labels.txt")
+    answer = report("--outputs", folder / "predictions.txt", "--reference", folder / "labels.txt")
     assert list(answer["metrics"]) == ["accuracy"]
-    counts = Counter((r, t) for r, t in zip(right, told, strict=True) if r != t)
+    counts = Counter((r, o) for r, o in zip(references, outputs, strict=True) if r != o)
     assert {(row["reference"], row["output"]): row["count"] for row in answer["confusions"]} == counts
 
 
-def test_constraints_that_one_line_cannot_meet_give_an_empty_output(folder: Path) -> None:
+def test_a_constraint_that_a_line_cannot_meet_gives_an_empty_output(folder: Path) -> None:
     file = folder / "impossible.tsv"
     file.write_text("abc\tAH B K\tZZ\nabc\tAH B K\tAH\n")
     result = call("evaluate", folder / "run", file, "--prefix-column", "--json", "--bootstrap", 0)
@@ -272,7 +285,7 @@ def test_constraints_that_one_line_cannot_meet_give_an_empty_output(folder: Path
         (["run", "test.tsv", "--ensemble", "other", "--engine", "ctranslate2"], "ensemble: the engine ctranslate2"),
     ],
 )
-def test_mistakes(folder: Path, args: list[str], message: str) -> None:
+def test_invalid_options_and_files_are_refused(folder: Path, args: list[str], message: str) -> None:
     (folder / "short.txt").write_text("AH B\n")
     (folder / "short.tsv").write_text("abc\tAH B K\n")
     (folder / "empty.txt").write_text("")
@@ -285,7 +298,7 @@ def test_mistakes(folder: Path, args: list[str], message: str) -> None:
     assert result.code == 2 and result.out == "" and message.replace("{}", str(folder)) in result.err, result.err
 
 
-def test_features_stay_with_the_sources(tmp_path: Path) -> None:
+def test_features_are_read_from_the_file_of_sources(tmp_path: Path) -> None:
     codec = Codec(tokenizer(), tokenizer(), ("PL", "SG"), ("source", "features", "target"))
     random_run(codec=codec).save(tmp_path / "run")
     rows = [(word, ("PL", "SG")[n % 2], word[::-1]) for n, word in enumerate(words(8))]

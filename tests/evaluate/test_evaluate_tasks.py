@@ -1,4 +1,4 @@
-"""Evaluation of language models, encoders and classifiers, compared with separately computed sums."""
+"""Evaluation of language models, encoders and classifiers, compared with separately computed scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXT = "the cat sat on the mat\nand the dog sat on the log\n\n" * 6
 TINY = ["width=16", "heads=2", "ff=32", "layers=1", "dropout=0", "attention_dropout=0", "log_every=100", "warmup=2"]
 
 
-def trained(out: Path, *args: object, sets: tuple[str, ...] = ()) -> Path:
+def train(out: Path, *args: object, sets: tuple[str, ...] = ()) -> Path:
     settings = [part for setting in (*TINY, *sets) for part in ("--set", setting)]
     result = call("train", *args, "--out", out, "--steps", 3, "--workers", 1, *settings)
     assert result.code == 0, result.err
@@ -46,54 +46,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = np.random.default_rng(1)
     np.savez(path / "images.npz", images=draw.integers(0, 256, (40, 4, 4), np.uint8), labels=np.arange(40) % 3)
     text = ("--data", path / "text.txt", "--source-tokens", "char")
-    trained(path / "lm", "--task", "lm", *text, sets=("context=8",))
-    trained(path / "bytes", "--task", "lm", "--data", path / "text.txt", "--source-tokens", "byte", sets=("context=8",))
-    trained(path / "xl", "--task", "lm", *text, sets=("context=8", "memory=8", "position=relative"))
-    trained(path / "masked", "--task", "masked", *text, sets=("context=16",))
-    trained(path / "span", "--task", "span", *text, sets=("context=16", "span_rate=0.3", "span_mean=2"))
-    trained(path / "classify", "--task", "classify", "--data", path / "labels.tsv", "--source-tokens", "char")
-    trained(path / "image", "--task", "image", "--data", path / "images.npz")
+    train(path / "lm", "--task", "lm", *text, sets=("context=8",))
+    train(path / "bytes", "--task", "lm", "--data", path / "text.txt", "--source-tokens", "byte", sets=("context=8",))
+    train(path / "xl", "--task", "lm", *text, sets=("context=8", "memory=8", "position=relative"))
+    train(path / "masked", "--task", "masked", *text, sets=("context=16",))
+    train(path / "span", "--task", "span", *text, sets=("context=16", "span_rate=0.3", "span_mean=2"))
+    train(path / "classify", "--task", "classify", "--data", path / "labels.tsv", "--source-tokens", "char")
+    train(path / "image", "--task", "image", "--data", path / "images.npz")
     return path
 
 
-def units(run: Run, path: Path) -> TokenizedText:
+def tokenized(run: Run, path: Path) -> TokenizedText:
     return tokenize_text(list(read_pieces(Source((str(path),)), LineCounter())), run.codec.source, "text")
 
 
 def test_every_token_is_scored_once_with_enough_context(folder: Path) -> None:
     run = Run.load(folder / "lm")
-    ids = units(run, folder / "text.txt").ids
+    ids = tokenized(run, folder / "text.txt").ids
     for context in (6, 7, 8, 1000):
         token_scores = score_text(run, ids, context)
         assert token_scores.predicted.sum() == len(ids) - 1 == len(TEXT)
         full = min(context, len(ids) - 1)
         for position in (0, 1, 5, 20, 21, 22, 23, len(ids) - 2):
             nlls = []
-            for before in range(1, full + 1):  # the same, for some number of tokens before it
+            for before in range(1, full + 1):  # the loss with 1, 2, ... preceding tokens
                 start = position + 1 - before
                 if start >= 0:
                     tokens = torch.from_numpy(ids[start : position + 1].astype(np.int64))[None]
                     logits = run.model(tokens.new_empty((1, 0)), None, tokens)[0, -1].detach()
                     nlls.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(int(ids[position + 1])))))
-            enough = nlls[max(0, min(len(nlls), math.ceil(full / 2)) - 1) :]
-            assert any(nll == pytest.approx(token_scores.nll[position], abs=1e-4) for nll in enough)
+            sufficient = nlls[max(0, min(len(nlls), math.ceil(full / 2)) - 1) :]
+            assert any(nll == pytest.approx(token_scores.nll[position], abs=1e-4) for nll in sufficient)
 
 
-def test_perplexity_and_bits(folder: Path) -> None:
+def test_loss_perplexity_and_bits_per_character_are_consistent(folder: Path) -> None:
     run = Run.load(folder / "lm")
-    scores = judge_text(run, units(run, folder / "text.txt"))
+    scores = judge_text(run, tokenized(run, folder / "text.txt"))
     evaluated = evaluate_text(run, [scores], samples=0).metrics
-    nll = score_text(run, units(run, folder / "text.txt").ids, 8).nll.sum()
+    nll = score_text(run, tokenized(run, folder / "text.txt").ids, 8).nll.sum()
     assert evaluated["loss"].score == pytest.approx(nll / len(TEXT))
     assert evaluated["perplexity"].score == pytest.approx(math.exp(nll / len(TEXT)))
     assert evaluated["bits_per_char"].score == pytest.approx(nll / len(TEXT) / math.log(2))
-    other = Run.load(folder / "bytes")  # another cut of the text: per token not to be compared, per character it is
-    assert judge_text(other, units(other, folder / "text.txt")).characters.sum() == len(TEXT)
+    other = Run.load(folder / "bytes")  # other tokens, but the same number of characters
+    assert judge_text(other, tokenized(other, folder / "text.txt")).characters.sum() == len(TEXT)
 
 
 def test_segments_with_full_memory_equal_one_segment(folder: Path) -> None:
     run = Run.load(folder / "xl")
-    ids = units(run, folder / "text.txt").ids[:200]
+    ids = tokenized(run, folder / "text.txt").ids[:200]
     whole = score_text(run, ids, 1000).nll
     assert np.abs(score_text(run, ids, 8).nll - whole).max() > 1e-4
     run.model.decoder.memory = 1000
@@ -101,39 +101,36 @@ def test_segments_with_full_memory_equal_one_segment(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", [3, 8, 9, 15, 16, 40])
-def test_a_longer_memory_than_in_training_is_a_window_and_a_reach(folder: Path, memory: int) -> None:
-    """Equals the same weights with explicit settings."""
-    run = Run.load(folder / "xl")  # which was trained with a memory and a context of 8
+def test_a_longer_memory_than_in_training_equals_explicit_window_and_reach(folder: Path, memory: int) -> None:
+    run = Run.load(folder / "xl")  # trained with a memory and a context of 8
     table = run.config.model_dump()
     table["decoder"] |= {"memory": memory} | ({"window": 15, "reach": 8} if memory > 8 else {})
     plain = Run(parse(Config, table, "test"), run.codec, Model(parse(Config, table, "test")).eval(), run.path)
     plain.model.load_state_dict(run.model.state_dict())
-    ids = units(run, folder / "text.txt").ids[:200]
+    ids = tokenized(run, folder / "text.txt").ids[:200]
     nll = score_text(run, ids, 8, memory).nll
     assert nll == pytest.approx(score_text(plain, ids, 8).nll, abs=1e-5)
-    if memory > 15:  # what is farther than anything seen in training has no influence
+    if memory > 15:  # tokens beyond the distances of training have no effect
         assert nll == pytest.approx(score_text(run, ids, 8, 15).nll, abs=1e-5)
-    decoder = run.model.decoder  # all is as it was
+    decoder = run.model.decoder  # the model is unchanged
     assert (decoder.memory, decoder.window, decoder.blocks[0].attention.relative.reach) == (8, None, None)
 
 
-def test_masked_tokens_are_the_same_each_time_and_text_only(folder: Path) -> None:
+def test_masked_tokens_are_reproducible_and_scored_once(folder: Path) -> None:
     run = Run.load(folder / "masked")
-    ids = units(run, folder / "text.txt").ids
+    ids = tokenized(run, folder / "text.txt").ids
     token_scores = score_text(run, ids, 16)
     again = score_text(run, ids, 16)
     assert all(np.array_equal(a, b) for a, b in zip(token_scores, again, strict=True))
     assert token_scores.predicted.mean() == pytest.approx(0.15, abs=0.03)
-    assert set(token_scores.predicted.tolist()) == {0, 1}  # once, although the last two windows overlap
-    assert (token_scores.nll[token_scores.predicted == 0] == 0).all() and (
-        token_scores.nll[token_scores.predicted == 1] > 0
-    ).all()
+    assert set(token_scores.predicted.tolist()) == {0, 1}  # no token twice, although the last two windows overlap
+    assert (token_scores.nll[token_scores.predicted == 0] == 0).all()
+    assert (token_scores.nll[token_scores.predicted == 1] > 0).all()
 
 
-def test_masked_spans_are_scored_as_in_training(folder: Path) -> None:
-    """Equals the scores of training batches, in which every label occurs once."""
+def test_scores_of_masked_spans_equal_a_training_batch(folder: Path) -> None:
     run = Run.load(folder / "span")
-    ids = units(run, folder / "text.txt").ids[: 1 + 16 * 7]
+    ids = tokenized(run, folder / "text.txt").ids[: 1 + 16 * 7]
     token_scores = score_text(run, ids, 16)
     train = saved_recipe(folder / "span").train
     assert train.span_rate == 0.3
@@ -155,7 +152,7 @@ def test_masked_spans_are_scored_as_in_training(folder: Path) -> None:
     assert ids[1:][positions].tolist() == batch.label_BT[text].tolist()
 
 
-def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
+def test_evaluate_reports_the_metrics_of_the_task(folder: Path) -> None:
     def metrics(*args: object) -> dict:
         files = [folder / arg if (folder / str(arg)).exists() else arg for arg in args]
         result = call("evaluate", *files, "--json", "--bootstrap", 20)
@@ -174,13 +171,13 @@ def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
     shorter, longer = (metrics("xl", "text.txt", "--memory", n)["metrics"]["loss"]["score"] for n in (1, 64))
     assert shorter != longer
     labels = metrics("classify", "labels.tsv")
-    told = call("generate", folder / "classify", folder / "labels.tsv").lines
-    right = [line.split("\t")[1] for line in (folder / "labels.tsv").read_text().splitlines()]
-    wrong = Counter((r, t) for r, t in zip(right, told, strict=True) if r != t)
-    assert wrong == {(each["reference"], each["output"]): each["count"] for each in labels["confusions"]}
-    (folder / "told.txt").write_text("".join(f"{label}\n" for label in told))
-    assert labels == metrics("labels.tsv", "--outputs", folder / "told.txt")
-    against = metrics("classify", "labels.tsv", "--against", folder / "told.txt")["against"]
+    outputs = call("generate", folder / "classify", folder / "labels.tsv").lines
+    references = [line.split("\t")[1] for line in (folder / "labels.tsv").read_text().splitlines()]
+    wrong = Counter((r, o) for r, o in zip(references, outputs, strict=True) if r != o)
+    assert wrong == {(row["reference"], row["output"]): row["count"] for row in labels["confusions"]}
+    (folder / "outputs.txt").write_text("".join(f"{label}\n" for label in outputs))
+    assert labels == metrics("labels.tsv", "--outputs", folder / "outputs.txt")
+    against = metrics("classify", "labels.tsv", "--against", folder / "outputs.txt")["against"]
     assert against["accuracy"]["difference"] == 0
     accuracy = labels["metrics"]["accuracy"]
     assert 0 <= accuracy["low"] <= accuracy["score"] <= accuracy["high"] <= 100
@@ -214,7 +211,7 @@ def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
         (("classify", "none.tsv"), "none.tsv: no such file"),
     ],
 )
-def test_mistakes(folder: Path, args: tuple[str, ...], message: str) -> None:
+def test_invalid_options_and_files_are_refused(folder: Path, args: tuple[str, ...], message: str) -> None:
     run, file, *options = args
     result = call(
         "evaluate", folder / run, folder / file, *[folder / o if o in ("masked", "labels.tsv") else o for o in options]
@@ -241,17 +238,17 @@ def test_label_probabilities_do_not_depend_on_the_batch(folder: Path) -> None:
         classify(Run.load(folder / "image"), ["a"])
 
 
-def test_a_classifier_labels_line_by_line(folder: Path) -> None:
+def test_a_classifier_prints_one_label_per_line(folder: Path) -> None:
     run = Run.load(folder / "classify")
     lines = ["aaa", "", "b\todd", "x\ty\tz", "a" * 600, "bß"]
     result = call("generate", folder / "classify", stdin="\n".join(lines))
-    right = [labelled.label for labelled in classify(run, ["aaa", "b", "bß"])]
-    assert result.code == 0 and result.lines == [right[0], "", right[1], "", "", right[2]]
+    expected = [labelled.label for labelled in classify(run, ["aaa", "b", "bß"])]
+    assert result.code == 0 and result.lines == [expected[0], "", expected[1], "", "", expected[2]]
     assert "wrong column count (stdin:4)" in result.err
     assert "too long (stdin:5: the text with its special tokens has 602 tokens" in result.err
     assert "1 unknown token" in result.err and "target column" in result.err
     rows = [json.loads(line) for line in call("generate", folder / "classify", "--json", stdin="\n".join(lines)).lines]
-    assert [row["label"] for row in rows] == [right[0], None, right[1], None, None, right[2]]
+    assert [row["label"] for row in rows] == [expected[0], None, expected[1], None, None, expected[2]]
     assert rows[0]["source"] == "aaa" and sum(rows[0]["probabilities"].values()) == pytest.approx(1)
     assert "empty" in rows[1]["flags"] and "too_long" in rows[4]["flags"] and "flags" not in rows[0]
     result = call("generate", folder / "classify", "--beam", 2, "--prefix-column", "--window", 9, stdin="a\n")
@@ -262,14 +259,15 @@ def test_a_classifier_labels_line_by_line(folder: Path) -> None:
     )
 
 
-def test_an_image_classifier_gives_labels(folder: Path) -> None:
+def test_an_image_classifier_prints_one_label_per_image(folder: Path) -> None:
     images = np.load(folder / "images.npz")["images"]
     np.savez(folder / "unlabelled.npz", images=images[:5])
     result = call("generate", folder / "image", folder / "unlabelled.npz", "--json")
     assert result.code == 0, result.err
-    right = classify_images(Run.load(folder / "image"), images[:5, None])
-    assert [json.loads(line) for line in result.lines] == [labelled.as_dict() for labelled in right]
-    assert call("generate", folder / "image", folder / "images.npz").lines[:5] == [labelled.label for labelled in right]
+    expected = classify_images(Run.load(folder / "image"), images[:5, None])
+    assert [json.loads(line) for line in result.lines] == [labelled.as_dict() for labelled in expected]
+    labels = call("generate", folder / "image", folder / "images.npz").lines
+    assert labels[:5] == [labelled.label for labelled in expected]
     result = call("generate", folder / "image", folder / "images.npz", "--window", 2)
     assert result.code == 2 and "--window: " in result.err
 
@@ -290,19 +288,19 @@ def test_unknown_tokens_and_labels_are_reported(folder: Path) -> None:
 
     (folder / "strange.txt").write_text("the cät\nsat\n")
     metrics = ["perplexity", "loss"]
-    for other, named in (((), ""), (("--against", folder / "bytes"), f"{folder / 'lm'}: ")):
+    for other, prefix in (((), ""), (("--against", folder / "bytes"), f"{folder / 'lm'}: ")):
         result = call("evaluate", folder / "lm", folder / "strange.txt", "--json", *other)
         report = json.loads(result.out)
         assert list(report["metrics"]) == metrics and report["unknown"] == {"source": 1}
-        assert result.err.startswith(f"{named}8.33 % of the text: 1 unknown token in 1 line: 'ä'")
+        assert result.err.startswith(f"{prefix}8.33 % of the text: 1 unknown token in 1 line: 'ä'")
         assert "bits per character are left out" in result.err
     result = call("evaluate", folder / "lm", folder / "strange.txt", "--metric", "bits_per_char")
     assert result.lines[1].startswith("bits_per_char") and "are too few" in result.err
-    result = call("evaluate", folder / "bytes", folder / "strange.txt", "--json")  # for which nothing is unknown
+    result = call("evaluate", folder / "bytes", folder / "strange.txt", "--json")  # bytes have no unknown tokens
     assert "bits_per_char" in json.loads(result.out)["metrics"] and result.err == ""
 
 
-def test_scores_of_lines(folder: Path) -> None:
+def test_score_of_a_line_includes_the_end_and_excludes_the_prompt(folder: Path) -> None:
     run = Run.load(folder / "lm")
     result = call("score", folder / "lm", "-", stdin="the cat\nthe\t cat\n\na\tb\tc\n")
     assert result.code == 0, result.err
@@ -311,7 +309,7 @@ def test_scores_of_lines(folder: Path) -> None:
     ended = np.append(ids, run.codec.ids.eos)
     nll = score_text(run, ended, 100).nll
     assert whole == pytest.approx(-nll.sum(), abs=1e-4)
-    nll = score_text(run, ended[1:], 100).nll  # a prompt stands for itself
+    nll = score_text(run, ended[1:], 100).nll  # a prompt replaces the start token and is not scored
     assert rest == pytest.approx(-nll[2:].sum(), abs=1e-4)
     assert math.isnan(blank) and math.isnan(wrong)
     for name in ("masked", "classify", "image"):
@@ -319,7 +317,7 @@ def test_scores_of_lines(folder: Path) -> None:
         assert result.code == 2, result.err
 
 
-def test_length_of_the_context(folder: Path) -> None:
+def test_the_context_is_that_of_training_or_of_the_option(folder: Path) -> None:
     assert scoring_context(Run.load(folder / "masked")) == 16
     assert scoring_context(Run.load(folder / "masked"), 20) == 20
     (folder / "masked/recipe.toml").rename(folder / "recipe.toml")

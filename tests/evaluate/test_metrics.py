@@ -1,4 +1,4 @@
-"""Metrics are compared with their definitions; bootstrap intervals have properties that hold for any data."""
+"""Metrics equal their definitions; bootstrap intervals have the properties that hold for any data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def distance(a: str, b: str) -> int:
     """Edit distance by its recursive definition."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
-        last, row = row, [i]
+        last = row
+        row = [i]
         for j, y in enumerate(b, 1):
             row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y)))
     return row[-1]
@@ -33,7 +34,8 @@ def distance(a: str, b: str) -> int:
 
 @given(PAIRS)
 def test_error_rates_equal_their_definitions(pairs):
-    hyps, refs = [h for h, _ in pairs], [r for _, r in pairs]
+    hyps = [h for h, _ in pairs]
+    refs = [r for _, r in pairs]
     right = sum(h == r for h, r in pairs)
     assert score("accuracy", hyps, refs) == pytest.approx(100 * right / len(pairs))
     assert score("wer", hyps, refs) == pytest.approx(100 - score("accuracy", hyps, refs))
@@ -47,7 +49,7 @@ def test_per_counts_tokens_not_characters():
     assert score("per", [""], ["A B"]) == 100.0
 
 
-def test_perfect_and_empty():
+def test_scores_of_perfect_and_empty_outputs_and_errors():
     same = ["a b c d e", "f g h i j"]
     assert score("bleu", same, same) == pytest.approx(100)
     assert score("chrf", same, same) == pytest.approx(100)
@@ -79,10 +81,11 @@ SEVERAL = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(SEVERAL, st.booleans(), st.sampled_from(["13a", "intl", "zh", "char", "none"]))
-def test_several_references_and_settings_equal_sacrebleu(examples, lowercase, tokenize):
+def test_multiple_references_and_settings_equal_sacrebleu(examples, lowercase, tokenize):
     from sacrebleu.metrics import BLEU, CHRF, TER
 
-    hyps, refs = [h for h, _ in examples], [r for _, r in examples]
+    hyps = [h for h, _ in examples]
+    refs = [r for _, r in examples]
     streams = [[r[i] if i < len(r) else None for r in refs] for i in range(max(map(len, refs)))]
     chosen = metrics.MetricSettings(lowercase=lowercase, bleu_tokenize=tokenize)
     for name, metric in (
@@ -96,7 +99,7 @@ def test_several_references_and_settings_equal_sacrebleu(examples, lowercase, to
         assert measured.signature.replace("|bs:1|seed:12345", "") == str(metric.get_signature())
 
 
-def test_tokenizers_are_known_to_sacrebleu():
+def test_every_bleu_tokenizer_exists_in_sacrebleu():
     from sacrebleu.metrics import BLEU
 
     assert set(get_args(metrics.BleuTokenizer)) <= set(BLEU.TOKENIZERS)
@@ -106,7 +109,7 @@ def test_tokenizers_are_known_to_sacrebleu():
     ("error", "message"),
     [(RuntimeError("no MeCab"), "pip install 'sacrebleu\\[ja\\]'"), (OSError("offline"), "its model: offline")],
 )
-def test_an_unavailable_bleu_tokenizer(monkeypatch, error, message):
+def test_an_unavailable_bleu_tokenizer_is_a_user_error(monkeypatch, error, message):
     import sacrebleu.metrics.bleu
 
     def fail(*args, **kwargs):
@@ -119,13 +122,14 @@ def test_an_unavailable_bleu_tokenizer(monkeypatch, error, message):
 
 @given(st.lists(st.tuples(TEXT, st.lists(TEXT, min_size=1, max_size=3).map(tuple)), min_size=1, max_size=8))
 def test_the_closest_reference_is_used(examples):
-    hyps, refs = [h for h, _ in examples], [r for _, r in examples]
+    hyps = [h for h, _ in examples]
+    refs = [r for _, r in examples]
     edits, lengths = metrics.ratio("cer", hyps, refs)
     for h, r, count, length in zip(hyps, refs, edits, lengths, strict=True):
         assert count == min(distance(h, each) for each in r)
         assert length == max(len(each) for each in r if distance(h, each) == count)
     assert score("accuracy", hyps, refs) == pytest.approx(100 * sum(h in r for h, r in examples) / len(examples))
-    for name in metrics.RATIOS:  # in any order, and as good as can be if the output is among them
+    for name in metrics.RATIOS:  # the order has no effect; the output as a reference gives the best score
         assert score(name, hyps, refs) == score(name, hyps, [r[::-1] for r in refs])
         assert score(name, hyps, [(*r, h) for h, r in examples]) == (100 if name == "accuracy" else 0)
         upper = [h.upper() for h in hyps]
@@ -134,30 +138,31 @@ def test_the_closest_reference_is_used(examples):
 
 
 @given(st.lists(st.tuples(TEXT, st.lists(TEXT, min_size=1, max_size=3).map(tuple)), min_size=1, max_size=8))
-def test_confusions_are_all_the_edits(examples):
-    hyps, refs = [h for h, _ in examples], [r for _, r in examples]
-    found = count_confusions(hyps, refs, "character", 1000, hyps, list(map(str, range(len(hyps)))))
-    assert sum(each.count for each in found) == metrics.ratio("cer", hyps, refs)[0].sum()
-    lengths = {"a": 0, "b": 0, " ": 0}  # what is inserted and deleted accounts for every difference in counts
+def test_confusions_contain_every_edit_once(examples):
+    hyps = [h for h, _ in examples]
+    refs = [r for _, r in examples]
+    confusions = count_confusions(hyps, refs, "character", 1000, hyps, list(map(str, range(len(hyps)))))
+    assert sum(each.count for each in confusions) == metrics.ratio("cer", hyps, refs)[0].sum()
+    balance = {"a": 0, "b": 0, " ": 0}  # edits account for every difference in the number of characters
     for h, r in examples:
         _, closest = metrics.closest(h, r)
-        for character in lengths:
-            lengths[character] += h.count(character) - closest.count(character)
-    for each in found:
+        for character in balance:
+            balance[character] += h.count(character) - closest.count(character)
+    for each in confusions:
         assert each.reference != each.output
         for side, sign in ((each.reference, 1), (each.output, -1)):
             if side is not None:
-                lengths[side] += sign * each.count
+                balance[side] += sign * each.count
         assert each.example.output == hyps[int(each.example.location)] == each.example.source
         assert each.example.reference in refs[int(each.example.location)]
-    assert set(lengths.values()) == {0}
+    assert set(balance.values()) == {0}
     wrong = count_confusions(hyps, [r[0] for r in refs], "label", 1000)
     pairs = Counter((r[0], h) for h, r in examples if h != r[0])
     assert {(each.reference, each.output): each.count for each in wrong} == pairs
     assert [each.count for each in wrong] == sorted(pairs.values(), reverse=True)
 
 
-def test_perplexity_of_a_uniform_distribution():
+def test_perplexity_of_a_uniform_distribution_is_the_number_of_outcomes():
     assert metrics.measure_perplexity([3 * math.log(1 / 8), 5 * math.log(1 / 8)], [3, 5]).score == pytest.approx(8)
     assert metrics.measure_perplexity([-1e9], [1]).score < math.inf
     measured = metrics.measure_perplexity([-1.0, -4.0, -2.5], [2, 3, 2])
@@ -166,8 +171,9 @@ def test_perplexity_of_a_uniform_distribution():
 
 @settings(max_examples=25)
 @given(PAIRS, st.sampled_from(sorted(metrics.RATIOS)))
-def test_intervals_contain_the_score_and_are_reproducible(pairs, name):
-    hyps, refs = [h for h, _ in pairs], [r for _, r in pairs]
+def test_intervals_are_reproducible_and_collapse_without_variation(pairs, name):
+    hyps = [h for h, _ in pairs]
+    refs = [r for _, r in pairs]
     measured = metrics.measure(name, hyps, refs, samples=200)
     assert measured == metrics.measure(name, hyps, refs, samples=200)
     if len({(h == r) for h, r in pairs}) == 1 and name in ("wer", "accuracy"):  # no variation, no interval
@@ -176,14 +182,14 @@ def test_intervals_contain_the_score_and_are_reproducible(pairs, name):
 
 
 @pytest.mark.parametrize("name", ["wer", "per", "bleu", "chrf"])
-def test_significance_of_better_and_equal_systems(name):
+def test_better_systems_are_significant_and_equal_ones_are_not(name):
     refs = [f"a b c d e f g {i}" for i in range(60)]
     bad = ["x y z" if i % 2 else ref for i, ref in enumerate(refs)]
     assert metrics.compare(name, refs, bad, refs, samples=200) < 0.02
     assert metrics.compare(name, bad, bad, refs, samples=200) > 0.9
 
 
-def test_interval_shrinks_with_examples():
+def test_intervals_shrink_with_the_number_of_examples():
     def width(count):
         refs = ["a"] * count
         hyps = ["a" if i % 3 else "b" for i in range(count)]

@@ -35,7 +35,7 @@ def random_run(
     special: float = -20.0,
     **settings: Any,
 ) -> Run:
-    """A run with random weights. `end` and `special` are biases of the end token and the other special tokens."""
+    """A run with random weights. `end`, if given, is the bias of the end token, and `special` that of SPECIAL."""
     codec = codec or Codec(tokenizer(), tokenizer())
     vocabs = {"source_vocab": codec.source_vocab + spare, "target_vocab": codec.target_vocab + spare}
     stacks = {"encoder": STACK | (encoder or {}), "decoder": STACK | (decoder or encoder or {})}
