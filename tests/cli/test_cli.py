@@ -1,4 +1,4 @@
-"""The command line as scripts see it: streams, shapes, exit codes."""
+"""The command line for scripts: streams, output formats, exit codes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import regard
 from kit.toy import call, small
 from regard.cli.app import VERBS
 
-CHILD = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
 def start(*args, **options):
-    """A process of its own, which does not outlive a test that waits for it in vain."""
-    with subprocess.Popen([sys.executable, "-m", "regard", *map(str, args)], env=CHILD, **options) as process:
+    """Start the command line in a process that is killed after 30 seconds at the latest."""
+    with subprocess.Popen([sys.executable, "-m", "regard", *map(str, args)], env=ENVIRONMENT, **options) as process:
         watch = threading.Timer(30, process.kill)
         watch.start()
         try:
@@ -35,23 +35,23 @@ def start(*args, **options):
 
 
 @pytest.fixture(scope="session")
-def spelled(toy):
-    """What the run answers to a word, by way of the library."""
+def spell_word(toy):
+    """A function that spells a word with the library."""
     run = regard.load(toy / "run")
     return lambda word: run.generate([word])[0][0].text
 
 
-# Help and mistakes
+# Help and user errors
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(verb):
+def test_the_help_of_every_verb_has_an_example(verb):
     result = call(verb, "--help")
     assert result.code == 0 and result.err == ""
     assert f"regard {verb}" in result.out and "Example:" in result.out
 
 
-def test_bare_call_and_version():
+def test_no_arguments_print_the_help_and_version_prints_the_version():
     assert call().out == call("--help").out
     assert call("--version").out.startswith("regard ")
 
@@ -76,7 +76,7 @@ def test_bare_call_and_version():
         (["info", "transformer-base", "--set", "heads=7"], "not divisible"),
     ],
 )
-def test_mistakes_are_the_users_and_reported_once(args, message, tmp_path, monkeypatch):
+def test_user_errors_exit_with_2_and_one_message(args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = call(*args)
     assert result.code == 2 and result.out == ""
@@ -97,12 +97,12 @@ def test_mistakes_are_the_users_and_reported_once(args, message, tmp_path, monke
         (["--device", "tpu"], "tpu"),
     ],
 )
-def test_wrong_options_are_named(toy, options, message):
+def test_invalid_options_are_named_in_the_error(toy, options, message):
     result = call("generate", toy / "run", *options, stdin="abc\n")
     assert result.code == 2 and message in result.err and result.out == ""
 
 
-def test_our_own_faults_are_reported_apart(monkeypatch, toy):
+def test_internal_errors_exit_with_1_and_mention_debug(monkeypatch, toy):
     import regard.cli.info
 
     def fail(*_):
@@ -118,8 +118,8 @@ def test_our_own_faults_are_reported_apart(monkeypatch, toy):
 
 
 @pytest.mark.parametrize("verb", ["generate", "score"])
-def test_a_first_answer_waits_for_no_needless_import(toy, verb):
-    """What other work needs, and a garbage collection of all that was imported, would take longer than the answer."""
+def test_generate_and_score_import_no_unneeded_modules(toy, verb):
+    """Importing them, or a garbage collection over all modules, would take longer than the answer."""
     code = f"""
 import atexit, gc, sys
 from regard.cli.app import main
@@ -131,26 +131,26 @@ main()
     result = subprocess.run([sys.executable, "-c", code], input=text, text=True, capture_output=True, check=True)
     enabled, frozen, *modules = result.stderr.splitlines()[-1].split()
     assert (enabled, frozen) == ("True", "True") and "regard.run" in modules
-    needless = {"torch._dynamo", "torch._inductor", "sympy", "sacrebleu", "lxml", "rich", "matplotlib"}
-    assert not needless & set(modules)
+    unneeded = {"torch._dynamo", "torch._inductor", "sympy", "sacrebleu", "lxml", "rich", "matplotlib"}
+    assert not unneeded & set(modules)
 
 
-def test_several_processes_give_the_same(toy):
+def test_two_workers_give_the_output_of_one(toy):
     for verb, options in (("generate", ["--json", "--batch-tokens", 64]), ("evaluate", ["--beam", 2])):
         one, two = (call(verb, toy / "run", toy / "test.tsv", *options, "--workers", n) for n in (1, 2))
         assert one.code == two.code == 0 and one.lines == two.lines and one.err == two.err
 
 
-def test_a_line_in_is_a_line_out(toy, spelled):
+def test_every_input_line_gives_one_output_line(toy, spell_word):
     lines = ["abc", "", "feed", "   ", "xyz", "a\u2028b", "abc"]
     result = call("generate", toy / "run", stdin="\n".join(lines) + "\n")
     assert result.code == 0 and len(result.lines) == len(lines)
-    assert result.lines[0] == result.lines[6] == spelled("abc") and result.lines[2] == spelled("feed")
+    assert result.lines[0] == result.lines[6] == spell_word("abc") and result.lines[2] == spell_word("feed")
     assert result.lines[1] == result.lines[3] == ""
     assert "unknown" in result.err
 
 
-def test_order_and_company_do_not_matter(toy):
+def test_outputs_do_not_depend_on_the_order_or_the_batch(toy):
     words = [line.split("\t")[0] for line in (toy / "test.tsv").read_text().splitlines()]
     together = call("generate", toy / "run", "--batch-tokens", 64, stdin="\n".join(words)).lines
     backwards = call("generate", toy / "run", stdin="\n".join(words[::-1])).lines
@@ -158,15 +158,15 @@ def test_order_and_company_do_not_matter(toy):
     assert together[3] == call("generate", toy / "run", "-", stdin=words[3]).lines[0]
 
 
-def test_files_and_bad_lines(toy, spelled, tmp_path):
+def test_invalid_lines_of_a_file_give_empty_outputs_and_are_named(toy, spell_word, tmp_path):
     file = tmp_path / "words.txt"
     file.write_bytes(b"abc\r\n\xff\xfe\nfeed\tx\ty\nbad\tB AH D\n")
     result = call("generate", toy / "run", file)
-    assert result.lines == [spelled("abc"), "", "", spelled("bad")]
+    assert result.lines == [spell_word("abc"), "", "", spell_word("bad")]
     assert f"{file}:2" in result.err and f"{file}:3" in result.err and "target column" in result.err
 
 
-def test_json_shape_and_scores_add_up(toy):
+def test_json_hypotheses_have_token_scores_that_sum_to_the_score(toy):
     result = call("generate", toy / "run", "--beam", 4, "--nbest", 3, "--json", stdin="abc\nfed\n")
     answers = [json.loads(line) for line in result.lines]
     assert [answer["source"] for answer in answers] == ["abc", "fed"]
@@ -181,36 +181,36 @@ def test_json_shape_and_scores_add_up(toy):
     assert again["score"] == pytest.approx(best["score"], abs=1e-4)
 
 
-def test_nbest_lines(toy):
+def test_nbest_prints_line_number_score_and_text(toy):
     result = call("generate", toy / "run", "--beam", 4, "--nbest", 2, stdin="abc\nfed\n")
     rows = [line.split("\t") for line in result.lines]
     assert [row[0] for row in rows] == ["1", "1", "2", "2"]
     assert len({row[2] for row in rows[:2]}) == 2 and float(rows[0][1]) <= 0
 
 
-def test_alignment_lines(toy, spelled):
+def test_alignment_prints_one_link_per_output_token(toy, spell_word):
     text, links = call("generate", toy / "run", "--alignment", stdin="abc\n").lines[0].split("\t")
-    assert text == spelled("abc")
+    assert text == spell_word("abc")
     assert [link.split("-")[1] for link in links.split(" ")] == [str(i) for i in range(len(text.split()))]
 
 
-def test_prefix_column(toy):
+def test_outputs_begin_with_the_prefix_column(toy):
     result = call("generate", toy / "run", "--prefix-column", "--beam", 2, stdin="abc\tF\nabc\tK EH\n")
     assert [line.startswith(start) for line, start in zip(result.lines, ("F ", "K EH"), strict=True)] == [True, True]
 
 
-def test_what_cannot_be_used_is_counted_and_named(toy, spelled):
+def test_unusable_lines_are_counted_and_named(toy, spell_word):
     result = call("generate", toy / "run", "--prefix-column", stdin=f"abc\tZZ\nabc\t\n{'a' * 3000}\t\nabc\tK\n")
-    assert result.code == 0 and result.lines[0] == result.lines[2] == "" and result.lines[1] == spelled("abc")
+    assert result.code == 0 and result.lines[0] == result.lines[2] == "" and result.lines[1] == spell_word("abc")
     assert result.lines[3].startswith("K") and result.err.startswith("2 of 4 lines; skipped ")
     assert "1 with a constraint that cannot be met (stdin:1: prefix 'ZZ'" in result.err
     assert "1 too long (stdin:3: the source has 3000 tokens" in result.err
-    result = call("generate", toy / "run", "--prefix", "ZZ", stdin="abc\n")  # of every line: a mistake
+    result = call("generate", toy / "run", "--prefix", "ZZ", stdin="abc\n")  # an option for all lines: an error
     assert result.code == 2 and "prefix 'ZZ'" in result.err
 
 
-def test_outputs_that_degenerate_are_told(toy, tmp_path):
-    """A model of zeros prefers no token: with a least length, it repeats the first."""
+def test_outputs_that_repeat_tokens_are_reported(toy, tmp_path):
+    """A model of zeros repeats the first token until the minimum length."""
     run = regard.load(toy / "run")
     for parameter in run.model.parameters():
         parameter.data.zero_()
@@ -221,7 +221,7 @@ def test_outputs_that_degenerate_are_told(toy, tmp_path):
     assert "repeat tokens" not in call("generate", toy / "run", stdin="abc\nba\n").err
 
 
-def test_candidates_of_least_risk(toy):
+def test_mbr_candidates_are_sorted_by_utility(toy):
     answer = json.loads(call("generate", toy / "run", "--mbr", 6, "--temperature", 3, "--json", stdin="abc\n").out)
     candidates = answer["candidates"]
     assert len(answer["hypotheses"]) == 1 and len(candidates) > 1
@@ -230,29 +230,29 @@ def test_candidates_of_least_risk(toy):
     assert "candidates" not in json.loads(call("generate", toy / "run", "--json", stdin="abc\n").out)
 
 
-def test_a_pipe_is_answered_line_by_line(toy, spelled):
+def test_lines_of_a_pipe_are_answered_immediately(toy, spell_word):
     with start("generate", toy / "run", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         for word in ("abc", "feed"):
             process.stdin.write(f"{word}\n".encode())
             process.stdin.flush()
-            assert process.stdout.readline().decode() == spelled(word) + "\n"  # while stdin is still open
+            assert process.stdout.readline().decode() == spell_word(word) + "\n"  # while stdin is still open
         process.stdin.close()
         assert process.wait(20) == 0
 
 
-def test_a_reader_that_has_enough(toy, spelled, tmp_path):
+def test_a_closed_output_pipe_ends_generate_silently(toy, spell_word, tmp_path):
     file = tmp_path / "many.txt"
     file.write_text("abc\n" * 30_000)
     with start(
         "generate", toy / "run", file, "--window", 64, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        assert process.stdout.readline().decode() == spelled("abc") + "\n"
+        assert process.stdout.readline().decode() == spell_word("abc") + "\n"
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(20) == 0
 
 
-def test_interrupt(toy):
+def test_an_interrupt_exits_with_130_without_a_traceback(toy):
     with start(
         "generate", toy / "run", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -267,7 +267,7 @@ def test_interrupt(toy):
 # Score, evaluate, average
 
 
-def test_scores_line_by_line(toy):
+def test_score_prints_one_score_or_nan_per_line(toy):
     result = call("score", toy / "run", stdin="abc\tAH B K\nbroken\nabc\tF F F\n\n")
     values = [float(line) for line in result.lines]
     assert len(values) == 4 and values[0] > values[2] and math.isnan(values[1]) and math.isnan(values[3])
@@ -276,7 +276,7 @@ def test_scores_line_by_line(toy):
     assert strict.code == 2 and "stdin:1" in strict.err
 
 
-def test_scores_of_what_is_unknown_or_too_long(toy):
+def test_score_reports_unknown_tokens_and_long_lines(toy):
     lines = f"abc\tAH B K\n{'a' * 100_000}\tAH\nabß\tAH ZZ ZZ\nabc\tAH B K\n"
     result = call("score", toy / "run", stdin=lines)
     assert result.code == 0 and result.lines[1] == "nan" and result.lines[0] == result.lines[3]
@@ -288,22 +288,22 @@ def test_scores_of_what_is_unknown_or_too_long(toy):
     assert strict.code == 2 and "stdin:2: too long: the source has" in strict.err
 
 
-def test_weights_of_an_ensemble(toy, tmp_path):
+def test_weights_change_the_scores_of_an_ensemble(toy, tmp_path):
     run = regard.load(toy / "run")
     for parameter in run.model.parameters():
         parameter.data *= 0.9
     run.save(tmp_path / "other")
     order = ["score", toy / "run", "--ensemble", tmp_path / "other"]
-    one, both, other = (
-        [float(line) for line in call(*order, *given, stdin="abc\tAH B K\n").lines]
-        for given in (["--weights", "1,1e-9"], [], ["--weights", "1e-9,1"])
+    first_only, equal, second_only = (
+        [float(line) for line in call(*order, *weights, stdin="abc\tAH B K\n").lines]
+        for weights in (["--weights", "1,1e-9"], [], ["--weights", "1e-9,1"])
     )
-    assert one == pytest.approx([float(call("score", toy / "run", stdin="abc\tAH B K\n").out)], abs=1e-5)
-    assert len({one[0], both[0], other[0]}) == 3
+    assert first_only == pytest.approx([float(call("score", toy / "run", stdin="abc\tAH B K\n").out)], abs=1e-5)
+    assert len({first_only[0], equal[0], second_only[0]}) == 3
     assert "weights: 1 given for 2 runs" in call(*order, "--weights", "1", stdin="abc\tAH\n").err
 
 
-def test_evaluate_shape(toy, tmp_path):
+def test_evaluate_reports_metrics_with_intervals_and_skipped_lines(toy, tmp_path):
     dirty = tmp_path / "dirty.tsv"
     dirty.write_text((toy / "test.tsv").read_text() + "one column\n")
     result = call("evaluate", toy / "run", dirty, "--json", "--bootstrap", 50)
@@ -316,7 +316,7 @@ def test_evaluate_shape(toy, tmp_path):
     assert plain.lines[1].startswith("bleu\t") and "tok:13a" in plain.out
 
 
-def test_evaluate_says_what_it_left_out_and_did_not_know(toy, tmp_path):
+def test_evaluate_reports_long_lines_and_unknown_tokens(toy, tmp_path):
     dirty = tmp_path / "dirty.tsv"
     dirty.write_text(f"{'a' * 100_000}\tAH\n" + (toy / "test.tsv").read_text() + "ß\tAH ZZ\n")
     result = call("evaluate", toy / "run", dirty, "--json", "--bootstrap", 0)
@@ -336,14 +336,14 @@ def test_evaluate_says_what_it_left_out_and_did_not_know(toy, tmp_path):
         assert result.code == 2 and message in result.err
 
 
-def test_metrics_by_several_options_or_one(toy):
+def test_metrics_may_be_separate_options_or_comma_separated(toy):
     evaluate = ["evaluate", toy / "run", toy / "test.tsv", "--bootstrap", 0, "--json"]
     several = call(*evaluate, "--metric", "wer", "--metric", "chrf")
     assert call(*evaluate, "--metric", "wer,chrf").out == several.out
     assert list(json.loads(several.out)["metrics"]) == ["wer", "chrf"]
 
 
-def test_evaluate_parallel_files(toy, tmp_path):
+def test_evaluate_of_parallel_files_equals_columns(toy, tmp_path):
     rows = [line.split("\t") for line in (toy / "test.tsv").read_text().splitlines()]
     for name, column in (("test.en", 0), ("test.ph", 1)):
         (tmp_path / name).write_text("".join(row[column] + "\n" for row in rows))
@@ -352,22 +352,22 @@ def test_evaluate_parallel_files(toy, tmp_path):
     assert two.code == 0 and two.out == call("evaluate", toy / "run", toy / "test.tsv", *options).out
 
 
-def test_precisions_that_change_outputs_say_so(toy, monkeypatch):
-    told = "precision: {}: faster, but outputs and scores may differ from those in fp32\n"
+def test_a_precision_that_may_change_outputs_prints_a_note(toy, monkeypatch):
+    note = "precision: {}: faster, but outputs and scores may differ from those in fp32\n"
     monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: None)
     assert call("generate", toy / "run", stdin="abc\n").err == ""
-    assert call("generate", toy / "run", "--precision", "bf16", stdin="abc\n").err == told.format("bf16")
-    judged = call(
+    assert call("generate", toy / "run", "--precision", "bf16", stdin="abc\n").err == note.format("bf16")
+    result = call(
         "evaluate", toy / "run", toy / "test.tsv", "--precision", "bf16", "--against", toy / "run", "--metric", "wer"
     )
-    assert judged.err == told.format("bf16")
+    assert result.err == note.format("bf16")
     pytest.importorskip("ctranslate2")
-    faster = ["--engine", "ctranslate2"]
-    assert call("generate", toy / "run", *faster, stdin="abc\n").err == ""
-    assert call("generate", toy / "run", *faster, "--precision", "int8", stdin="abc\n").err == told.format("int8")
+    engine = ["--engine", "ctranslate2"]
+    assert call("generate", toy / "run", *engine, stdin="abc\n").err == ""
+    assert call("generate", toy / "run", *engine, "--precision", "int8", stdin="abc\n").err == note.format("int8")
 
 
-def test_average_of_one_is_the_same(toy, tmp_path):
+def test_the_average_of_equal_runs_has_the_same_outputs(toy, tmp_path):
     assert call("average", tmp_path / "mean", toy / "run", toy / "run").code == 0
     words = "abc\nfeed\ndeaf\n"
     assert call("generate", tmp_path / "mean", stdin=words).out == call("generate", toy / "run", stdin=words).out
@@ -378,7 +378,7 @@ def test_average_of_one_is_the_same(toy, tmp_path):
 # Train
 
 
-def test_recipe_options_and_set_in_that_order(toy, tmp_path):
+def test_set_overrides_options_and_options_override_the_recipe(toy, tmp_path):
     recipe = tmp_path / "my.toml"
     recipe.write_text('preset = "transformer-tiny"\n[train]\nepochs = 7\nseed = 3\nlr = 0.5\n')
     result = call(
@@ -392,7 +392,7 @@ def test_recipe_options_and_set_in_that_order(toy, tmp_path):
     assert again.code == 2
 
 
-def test_features(tmp_path):
+def test_features_are_trained_and_unknown_features_are_reported(tmp_path):
     table = tmp_path / "forms.tsv"
     table.write_text(
         "".join(
@@ -409,7 +409,7 @@ def test_features(tmp_path):
     assert "stdin:2" in result.err and "DU" in result.err
 
 
-def test_sigterm_saves_and_resume_goes_on(toy, tmp_path):
+def test_sigterm_saves_the_run_and_resume_continues_it(toy, tmp_path):
     args = ["train", "--data", toy / "pairs.tsv", "--out", tmp_path / "run", "--workers", 1, "--steps", 100_000]
     with start(*args, *small(), stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
@@ -427,7 +427,7 @@ def test_sigterm_saves_and_resume_goes_on(toy, tmp_path):
 # Info
 
 
-def test_info_shape(toy):
+def test_info_reports_parameters_time_and_memory(toy):
     report = json.loads(call("info", toy / "run", "--json").out)
     parts = report["parameters"]
     assert parts.pop("total") == sum(parts.values())
@@ -435,16 +435,16 @@ def test_info_shape(toy):
     assert report["flops_per_token"] > 0 and report["memory"].keys() >= {"training", "decoding"}
 
 
-def test_info_of_a_wide_attention():
+def test_info_shows_the_parameters_of_the_attention_projections():
     sets = [part for setting in ("width=8192", "heads=64", "bias=none", "layers=1") for part in ("--set", setting)]
     result = call("info", "transformer-base", *sets)
     assert result.code == 0, result.err
     assert "query + key + value\t201,326,592\t201.3M" in result.out
 
 
-def test_tables_have_frames_at_a_terminal(monkeypatch):
+def test_tables_have_frames_on_a_terminal_only(monkeypatch):
     plain = call("info", "transformer-tiny")
     assert plain.lines[-5].startswith("total\t") and "share" not in plain.out
-    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes rich take any stream for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats any stream as a terminal
     framed = call("info", "transformer-tiny")
     assert "╭" in framed.out and "share" in framed.out and "\t" not in framed.out

@@ -1,4 +1,4 @@
-"""Mistakes of a command line: reported early, in its own words, and without leaving anything behind."""
+"""User errors: reported early, in the terms of the command line, and without leaving files behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(toy: Path, out: Path, *words: object):
         (("--preset", "rnn-luong", "--set", "heads=3"), "model: encoder.heads, decoder.heads: not used by a recurrent"),
     ],
 )
-def test_a_wrong_model_is_reported_before_data_is_read(words, message, toy, tmp_path, monkeypatch):
+def test_an_invalid_model_is_reported_before_data_is_read(words, message, toy, tmp_path, monkeypatch):
     def read(*_: object, **__: object) -> None:
         raise AssertionError("data was read")
 
@@ -51,34 +51,34 @@ def test_a_wrong_model_is_reported_before_data_is_read(words, message, toy, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_name_of_a_run(toy, tmp_path, monkeypatch):
+def test_an_empty_run_name_is_refused(toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "--out: is empty" in train(toy, "").err
     assert "--out: is empty" in call("demo", "--out", "").err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_training_leaves_no_directories(toy, tmp_path):
+def test_a_failed_training_leaves_no_directory_behind(toy, tmp_path):
     (tmp_path / "bad.tsv").write_text("")
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    for out in (tmp_path / "new" / "run", kept):
+    existing = tmp_path / "existing"
+    existing.mkdir()
+    for out in (tmp_path / "new" / "run", existing):
         result = call("train", "--data", tmp_path / "bad.tsv", "--out", out)
         assert result.code == 2, result.err
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.tsv", "kept"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.tsv", "existing"]
 
 
-def test_the_command_line_is_named_beside_the_recipe(toy, tmp_path):
+def test_an_invalid_option_names_the_recipe_and_the_command_line(toy, tmp_path):
     recipe = tmp_path / "small.toml"
     recipe.write_text('preset = "transformer-tiny"')
     result = call("train", recipe, "--data", toy / "pairs.tsv", "--out", tmp_path / "run", "--steps", 0)
     assert f"error: {recipe} and the command line: not valid\n  train.steps: " in result.err
 
 
-def test_what_recurrent_stacks_do_not_use():
+def test_changes_unused_by_recurrent_stacks_are_listed():
     rnn = PRESETS["rnn-luong"]
-    read = {"layers": 3, "width": 8, "dropout": 0.1, "position": "none"}
-    assert unused_changes(rnn, {"encoder": read, "decoder": read | {"score": "dot", "max_length": 9}}) == []
+    used = {"layers": 3, "width": 8, "dropout": 0.1, "position": "none"}
+    assert unused_changes(rnn, {"encoder": used, "decoder": used | {"score": "dot", "max_length": 9}}) == []
     assert unused_changes(rnn, {"encoder": {"score": "dot"}}) == [("encoder", "score")]
     assert unused_changes(rnn, {"encoder": {"score": "dot"}, "decoder": {"score": "dot"}}) == []  # one stack uses it
     assert unused_changes(rnn, {"encoder": {"ff": 8}, "decoder": {"ff": 8}}) == [("encoder", "ff"), ("decoder", "ff")]
@@ -89,8 +89,8 @@ def test_what_recurrent_stacks_do_not_use():
     assert unused_changes(PRESETS["transformer-tiny"], {"encoder": {"heads": 4, "norm": "rms"}}) == []
 
 
-def test_another_preset_than_the_recipes(toy, tmp_path):
-    """What the recipe says for its own preset is not the user's mistake; what --set says is."""
+def test_another_preset_ignores_unused_recipe_settings_but_refuses_unused_set(toy, tmp_path):
+    """Settings of the recipe that another preset does not use are ignored; those of --set are errors."""
     words = ("train", "g2p", "--data", toy / "pairs.tsv", "--preset", "rnn-luong", "--steps", 2, "--workers", 1)
     result = call(*words, "--out", tmp_path / "run", "--set", "width=16", "--set", "layers=1")
     assert result.code == 0, result.err
@@ -100,7 +100,7 @@ def test_another_preset_than_the_recipes(toy, tmp_path):
     assert "decoder.ff: not used" in call("info", "rnn-luong", "--set", "ff=16").err
 
 
-def test_a_key_that_was_not_set_before_resuming(toy, tmp_path):
+def test_a_key_that_is_set_only_on_resume_is_refused(toy, tmp_path):
     assert train(toy, tmp_path / "run", *small()).code == 0
     result = train(toy, tmp_path / "run", "--resume", "--set", "embed_norm=true")
     assert "model.encoder.embed_norm: now True, then as in the preset" in result.err
@@ -108,29 +108,29 @@ def test_a_key_that_was_not_set_before_resuming(toy, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("verb", [("generate", "RUN", "words"), ("info", "transformer-tiny"), ("--help",)])
-def test_output_that_cannot_be_written(verb, toy, tmp_path):
+def test_a_full_device_is_reported(verb, toy, tmp_path):
     (tmp_path / "words").write_text("abc\n" * 3)
     words = [{"RUN": str(toy / "run"), "words": str(tmp_path / "words")}.get(word, word) for word in verb]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "regard", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
-    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
+    assert (process.returncode, process.stderr) == (2, "error: cannot write the output: No space left on device\n")
 
 
-def test_closed_streams(toy):
+def test_closed_standard_streams_are_reported(toy):
     for closed, message in (
         (0, "stdin: is closed; name a file to read"),
         (1, "cannot write the output: stdout is closed"),
     ):
         words = [sys.executable, "-m", "regard", "generate", str(toy / "run")]
-        done = subprocess.run(
+        process = subprocess.run(
             words, input=None, stderr=subprocess.PIPE, text=True, check=False, preexec_fn=lambda fd=closed: os.close(fd)
         )
-        assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert process.returncode == 2 and message in process.stderr, process.stderr
 
 
-INTERNAL = (
+INTERNAL_NAMES = (
     r"\b(Recipe|Stack|Config|Options|Train|Data|Text|Value|ValidationError|Traceback|[A-Z][a-z]+(Config|Error))\b"
 )
 
@@ -172,7 +172,7 @@ INTERNAL = (
         ),
     ],
 )
-def test_what_newcomers_write(line, message, toy, tmp_path, monkeypatch):
+def test_common_beginner_errors_get_a_helpful_message(line, message, toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("abc\nbad\n")
     (tmp_path / "spaces.tsv").write_text("abc AH B K\n")
@@ -181,5 +181,5 @@ def test_what_newcomers_write(line, message, toy, tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(toy / name)
     result = call(*line.split())
     assert result.code == 2 and message in result.err, result.err
-    assert not re.search(INTERNAL, result.err)
+    assert not re.search(INTERNAL_NAMES, result.err)
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""`regard generate` with requests of single lines, stop strings and streaming, as scripts and people see it."""
+"""`regard generate` with JSON requests, stop strings, streaming and the hints at a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from regard.data.reader import Source
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    """A language model of a few steps."""
+    """A language model trained for a few steps."""
     path = tmp_path_factory.mktemp("lm")
     (path / "book.txt").write_text("the cat sat on the mat\nand the dog sat on the log\n\n" * 30)
     order = ["--task", "lm", "--data", path / "book.txt", "--out", path / "run", "--source-tokens", "char"]
@@ -40,19 +40,19 @@ REQUESTS = [
 ]
 
 
-def test_requests_in_answers_out(toy, tmp_path):
+def test_json_requests_are_answered_as_by_the_library(toy, tmp_path):
     file = tmp_path / "requests.jsonl"
     file.write_text("".join(json.dumps(request) + "\n" for request in REQUESTS))
     result = call("generate", toy / "run", file, "--beam", 3)
     run = regard.load(toy / "run")
     keys = regard.Request.model_fields
-    asked = [regard.Request(**{k: v for k, v in r.items() if k in keys and v is not None}) for r in REQUESTS]
-    expected = run.generate(asked, beam=3)
+    requests = [regard.Request(**{k: v for k, v in r.items() if k in keys and v is not None}) for r in REQUESTS]
+    expected = run.generate(requests, beam=3)
     assert result.code == 0 and result.err == ""
     for request, row, answer in zip(REQUESTS, expected, answers(result), strict=True):
-        own = {key: value for key, value in request.items() if key not in keys}
-        assert list(answer) == [*own, "source", "hypotheses"]
-        assert {key: answer[key] for key in own} == own and answer["source"] == request["source"]
+        others = {key: value for key, value in request.items() if key not in keys}
+        assert list(answer) == [*others, "source", "hypotheses"]
+        assert {key: answer[key] for key in others} == others and answer["source"] == request["source"]
         assert [h["text"] for h in answer["hypotheses"]] == [h.text for h in row]
         assert answer["hypotheses"][0].get("flags", {}) == row[0].flags
     assert call("generate", toy / "run", "--jsonl", "--beam", 3, stdin=file.read_text()).out == result.out
@@ -79,7 +79,7 @@ def test_requests_in_answers_out(toy, tmp_path):
         ('{"source": "abc", "error": "x"}', "error: is a key of the answer"),
     ],
 )
-def test_a_bad_line_is_answered_in_its_place(toy, tmp_path, line, message):
+def test_an_invalid_request_is_answered_with_an_error_in_its_place(toy, tmp_path, line, message):
     file = tmp_path / "requests.ndjson"
     file.write_text(f'{{"source": "abc", "id": 1}}\n{line}\n{{"source": "fed", "id": 3}}\n')
     result = call("generate", toy / "run", file)
@@ -91,14 +91,14 @@ def test_a_bad_line_is_answered_in_its_place(toy, tmp_path, line, message):
     assert f"2 of 3 lines; skipped 1 not a valid request ({file}:2: " in result.err and message in result.err
 
 
-def test_bad_lines_of_columns_have_an_error_in_json_too(toy):
+def test_invalid_lines_of_a_table_have_an_error_in_json(toy):
     result = call("generate", toy / "run", "--json", stdin=b"abc\n\xff\na\tb\tc\n")
     assert [answer.get("error") for answer in answers(result)] == [
         None, "stdin:2: invalid UTF-8", "stdin:3: wrong column count",
     ]  # fmt: skip
 
 
-def test_options_that_do_not_go_with_requests(toy):
+def test_options_that_conflict_with_requests_or_streaming_are_refused(toy):
     line = '{"source": "abc"}\n'
     for options, message in (
         (["--jsonl", "--prefix-column"], "--prefix-column: lines of JSON have no columns"),
@@ -110,7 +110,7 @@ def test_options_that_do_not_go_with_requests(toy):
         assert result.code == 2 and message in result.err and result.out == ""
 
 
-def test_features_of_a_run_that_has_them(tmp_path):
+def test_requests_to_a_run_with_features_need_features(tmp_path):
     data = tmp_path / "forms.tsv"
     data.write_text("".join(f"{s}\tN;{n}\t{s}{n.lower()}\n" for s in ("ab", "cd", "abc", "dd") for n in ("SG", "PL")))
     order = ["--data", data, "--columns", "source,features,target", "--out", tmp_path / "run", "--valid", data]
@@ -121,7 +121,7 @@ def test_features_of_a_run_that_has_them(tmp_path):
     assert good == plain and "stdin:2: features: is required" in bad["error"]
 
 
-def test_requests_to_a_classifier(tmp_path):
+def test_requests_to_a_classifier_accept_only_a_source(tmp_path):
     data = tmp_path / "topics.tsv"
     data.write_text("".join(f"{'ab' * n}\t{'long' if n > 3 else 'short'}\n" for n in range(1, 9)))
     order = ["--task", "classify", "--data", data, "--valid", data, "--out", tmp_path / "run"]
@@ -134,7 +134,7 @@ def test_requests_to_a_classifier(tmp_path):
     assert second["label"] is None and "stop: not for this run; a request has source here" in second["error"]
 
 
-def test_a_bad_line_is_no_empty_prompt(lm):
+def test_an_invalid_line_is_not_an_empty_prompt(lm):
     for options in ([], ["--stream"]):
         bad, empty = call("generate", lm, "--max-length", 5, "--min-length", 5, *options, stdin=b"\xff\n\n").lines
         assert bad == "" and empty
@@ -147,15 +147,15 @@ def test_a_continuation_ends_before_a_stop_string(lm):
     prompts = "the \nand the d\n\n"
     whole = answers(call("generate", lm, "--json", "--max-length", 30, stdin=prompts))
     stopped = answers(call("generate", lm, "--json", "--max-length", 30, "--stop", "at", "--stop", "t ", stdin=prompts))
-    cut = 0
+    stopped_count = 0
     for before, after in zip(whole, stopped, strict=True):
         (before,), (after,) = before["hypotheses"], after["hypotheses"]
         ends = [(at + 2, at) for stop in ("at", "t ") if (at := before["text"].find(stop)) >= 0]
         assert after["text"] == (before["text"][: min(ends)[1]] if ends else before["text"])
         assert ("stopped" in after.get("flags", {})) == bool(ends)
         assert sum(after["token_scores"]) == pytest.approx(after["score"])
-        cut += bool(ends)
-    assert cut
+        stopped_count += bool(ends)
+    assert stopped_count
     plain = call("generate", lm, "--max-length", 30, "--stop", "at", "--stop", "t ", stdin=prompts).lines
     assert plain == [answer["hypotheses"][0]["text"] for answer in stopped]
 
@@ -163,7 +163,7 @@ def test_a_continuation_ends_before_a_stop_string(lm):
 @pytest.mark.parametrize(
     "options", [[], ["--stop", "t "], ["--sample", "--top-tokens", 2], ["--require", "dog"], ["--max-length", 3]]
 )
-def test_streaming_prints_the_same(lm, options):
+def test_streaming_prints_the_output_of_generate(lm, options):
     prompts = "the \n\nand the d\n"
     plain = [option for option in options if option not in ("--top-tokens", 2)]
     assert call("generate", lm, "--stream", *plain, stdin=prompts) == call("generate", lm, *plain, stdin=prompts)
@@ -184,7 +184,7 @@ def test_streaming_prints_the_same(lm, options):
         assert all(("top_tokens" in piece) == ("--top-tokens" in options) for piece in pieces)
 
 
-def test_streaming_keeps_lines_links_and_remarks(toy):
+def test_streaming_keeps_empty_lines_alignments_and_messages(toy):
     lines = "abc\n\nfed\nß\na\tb\tc\n"
     for options in ([], ["--alignment"], ["--prefix", "K"]):
         assert call("generate", toy / "run", "--stream", *options, stdin=lines) == call(
@@ -196,7 +196,7 @@ PAIR = "a source and a target per line, separated by a tab"
 
 
 @pytest.mark.parametrize(
-    ("verb", "options", "what"),
+    ("verb", "options", "content"),
     [
         ("generate", (), "a source per line"),
         ("score", (), PAIR),
@@ -204,31 +204,31 @@ PAIR = "a source and a target per line, separated by a tab"
         ("heads", ("--no-store", "--no-ablation"), PAIR),
     ],
 )
-def test_verbs_say_that_they_read_standard_input_at_a_terminal_only(toy, verb, options, what):
+def test_verbs_announce_standard_input_only_at_a_terminal(toy, verb, options, content):
     lines = "abc\nfed\n" if verb == "generate" else "abc\tAH B K\nfed\tF EH D\n"
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     try:
-        os.write(ours, f"{lines}\x04".encode())
+        os.write(controller, f"{lines}\x04".encode())
         order = [sys.executable, "-m", "regard", verb, str(toy / "run"), *options]
-        result = subprocess.run(order, stdin=theirs, capture_output=True, text=True, timeout=60, check=True)
+        result = subprocess.run(order, stdin=terminal, capture_output=True, text=True, timeout=60, check=True)
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(controller)
+        os.close(terminal)
     piped = call(verb, toy / "run", *options, stdin=lines)
     assert piped.code == 0 and result.stdout == piped.out
-    said = f"reading standard input: {what}; Ctrl-D ends it (or name a file after the run)\n"
-    assert result.stderr == said + piped.err
+    hint = f"reading standard input: {content}; Ctrl-D ends it (or name a file after the run)\n"
+    assert result.stderr == hint + piped.err
 
 
 class Terminal(io.StringIO):
-    """A standard input that somebody types into."""
+    """A standard input that is a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 @pytest.mark.parametrize(
-    ("source", "reads", "what"),
+    ("source", "reads", "content"),
     [
         (Source(("-",)), "pairs", PAIR),
         (Source(("-", "targets.txt")), "pairs", "a source per line"),
@@ -250,18 +250,18 @@ class Terminal(io.StringIO):
         (Source(("pairs.tsv", "-")), "pairs", None),
     ],
 )
-def test_standard_input_is_announced_in_the_words_of_the_task(source, reads, what, monkeypatch, capsys):
-    for stdin, spoken in ((Terminal(), what is not None), (io.StringIO(), False), (None, False)):
+def test_the_announcement_describes_the_input_of_the_task(source, reads, content, monkeypatch, capsys):
+    for stdin, announced in ((Terminal(), content is not None), (io.StringIO(), False), (None, False)):
         monkeypatch.setattr(sys, "stdin", stdin)
         announce_data(source, reads)
-        said = capsys.readouterr().err
-        assert said.startswith(f"reading standard input: {what}; Ctrl-D ends it") if spoken else said == ""
+        message = capsys.readouterr().err
+        assert message.startswith(f"reading standard input: {content}; Ctrl-D ends it") if announced else message == ""
 
 
-def test_standard_input_is_announced_in_the_words_of_generate(lm, toy, monkeypatch, capsys):
+def test_the_announcement_describes_the_input_of_generate(lm, toy, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", Terminal())
     prompts = {"prompts": True}
-    for run, options, what in (
+    for run, options, content in (
         (toy / "run", {}, "a source per line"),
         (toy / "run", {"jsonl": True}, "a JSON object per line"),
         (toy / "run", {"prefix_column": True}, "a source and a prefix per line, separated by a tab"),
@@ -271,4 +271,4 @@ def test_standard_input_is_announced_in_the_words_of_generate(lm, toy, monkeypat
         lines = InputLines("-", regard.load(run).codec, **options)
         monkeypatch.setattr("regard.cli.lines.read_lines", lambda path: iter(()))
         assert list(lines.batches(1)) == []
-        assert capsys.readouterr().err.startswith(f"reading standard input: {what}; Ctrl-D ends it")
+        assert capsys.readouterr().err.startswith(f"reading standard input: {content}; Ctrl-D ends it")

@@ -1,4 +1,4 @@
-"""Shell completion, asked as bash asks for it."""
+"""Shell completion, called as bash calls it."""
 
 from __future__ import annotations
 
@@ -32,31 +32,37 @@ def complete(tmp_path):
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "runs" / "none").mkdir()
 
-    def ask(line: str, loads: bool = False) -> list[str]:
-        asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1), "_REGARD_COMPLETE": "complete_bash"}
+    def suggestions(line: str, loads: bool = False) -> list[str]:
+        variables = {
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split(" ")) - 1),
+            "_REGARD_COMPLETE": "complete_bash",
+        }
         command = [sys.executable, "-c", CODE]
-        done = subprocess.run(command, cwd=tmp_path, env=os.environ | asked, capture_output=True, text=True, check=True)
-        assert loads or not {"torch", "numpy", "sacrebleu", "tokenizers"} & set(done.stderr.split())
-        return done.stdout.split()
+        process = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, check=True
+        )
+        assert loads or not {"torch", "numpy", "sacrebleu", "tokenizers"} & set(process.stderr.split())
+        return process.stdout.split()
 
-    return ask
+    return suggestions
 
 
-def test_verbs(complete):
+def test_verbs_are_completed(complete):
     assert complete("regard ") == list(VERBS)
     assert complete("regard in") == ["inspect", "info"]
     assert "--version" in complete("regard --")
 
 
-def test_names(complete):
+def test_recipes_presets_and_keys_are_completed(complete):
     assert complete("regard train ") == recipe_names()
     assert complete("regard train --preset rnn") == ["rnn-bahdanau", "rnn-luong"]
     assert complete("regard train --set wid") == ["width="]
-    assert complete("regard train --data pa") == []  # the shell knows files
+    assert complete("regard train --data pa") == []  # the shell completes files
     assert complete("regard info ") == [*PRESETS, *recipe_names(), "runs/one", "runs/two", "three"]
 
 
-def test_runs(complete):
+def test_run_directories_are_completed(complete):
     assert complete("regard generate ") == ["runs/one", "runs/two", "three"]
     assert complete("regard average new ru") == ["runs/one", "runs/two"]
     assert complete("regard evaluate ./runs/o") == ["./runs/one"]
@@ -65,35 +71,35 @@ def test_runs(complete):
     assert set(READS_RUNS) == set(VERBS) - {"demo", "train"}
 
 
-def test_options(complete):
-    """Their names are in the verbs' own modules, and nowhere else."""
+def test_options_are_completed(complete):
+    """Their names require loading the module of the verb."""
     assert complete("regard generate runs/one --be", loads=True) == ["--beam"]
     assert complete("regard generate runs/one --beam 5 --be", loads=True) == []
 
 
-def suggested(verb: str, *words: str) -> list[str]:
-    """What may follow, asked in this process; the last word is incomplete."""
+def suggest(verb: str, *words: str) -> list[str]:
+    """Suggestions for the last, incomplete word, computed in this process."""
     stand_in = VerbCompletion(verb, load_verb)
     with stand_in.make_context(verb, list(words[:-1]), resilient_parsing=True) as context:
         return [item.value for item in stand_in.shell_complete(context, words[-1])]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_option_is_offered_until_it_is_given(verb):
+def test_every_option_is_suggested_once_unless_repeatable(verb):
     options = [parameter for parameter in load_verb(verb).params if parameter.param_type_name == "option"]
     names = [name for option in options for name in (*option.opts, *option.secondary_opts)]
-    assert sorted(suggested(verb, "-")) == sorted([*names, "-h", "--help"])
-    assert suggested(verb, "--") == [name for name in [*names, "--help"] if name.startswith("--")]
+    assert sorted(suggest(verb, "-")) == sorted([*names, "-h", "--help"])
+    assert suggest(verb, "--") == [name for name in [*names, "--help"] if name.startswith("--")]
     for option in options:
         value = [] if option.is_flag else ["1"]
-        assert (option.opts[0] in suggested(verb, option.opts[0], *value, "--")) == option.multiple
+        assert (option.opts[0] in suggest(verb, option.opts[0], *value, "--")) == option.multiple
 
 
-def test_what_was_mistaken_before_is_no_obstacle():
-    assert suggested("generate", "run", "--zzz", "--beam", "many", "--nb") == ["--nbest"]
+def test_earlier_errors_on_the_line_do_not_prevent_completion():
+    assert suggest("generate", "run", "--zzz", "--beam", "many", "--nb") == ["--nbest"]
 
 
-def test_choices(complete):
+def test_values_of_options_are_completed(complete):
     assert complete("regard info --strategy ") == list(get_args(Strategy))
     assert complete("regard serve runs/one --engine c") == ["ctranslate2"]
     assert complete("regard train --set schedule=co") == ["schedule=cosine", "schedule=constant"]
@@ -101,14 +107,14 @@ def test_choices(complete):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_values_of_an_option_are_those_of_its_field(verb):
+def test_suggested_values_of_an_option_are_those_of_its_field(verb):
     options = {parameter.name for parameter in load_verb(verb).params}
     fields = {name: field for value in VALUES.get(verb, ()) for name, field in value.model_fields.items()}
     literals = {name for name in fields if get_origin(fields[name].annotation) is Literal}
     for name in literals & options:
-        assert suggested(verb, f"--{name.replace('_', '-')}", "") == list(get_args(fields[name].annotation))
+        assert suggest(verb, f"--{name.replace('_', '-')}", "") == list(get_args(fields[name].annotation))
     assert (literals | {"columns"}) & options or verb not in VALUES
 
 
-def test_it_can_be_installed():
+def test_the_help_mentions_install_completion():
     assert "--install-completion" in call("--help").out

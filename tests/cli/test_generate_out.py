@@ -1,4 +1,4 @@
-"""`regard generate --out` writes the output of stdout to a file, with any number of kills and processes."""
+"""`regard generate --out` writes the bytes of stdout to a file, also after kills and with several processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def train(path: Path, name: str, data: str, *options: object) -> Path:
 @pytest.fixture(scope="module")
 def runs(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run and 90 input lines for every task that reads lines."""
-    path, draw = tmp_path_factory.mktemp("out"), random.Random(3)
+    path = tmp_path_factory.mktemp("out")
+    draw = random.Random(3)
     topics = "".join(f"{'ab ' * n}\t{'long' if n > 3 else 'short'}\n" for n in range(1, 9))
     words = BOOK.split()
     prompts = [" ".join(draw.choice(words) for _ in range(draw.randint(0, 6))) for _ in range(90)]
@@ -64,21 +65,22 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_output_and_messages_are_those_of_stdout(runs: dict[str, Path], tmp_path: Path, case: str) -> None:
+def test_output_and_messages_equal_those_of_stdout(runs: dict[str, Path], tmp_path: Path, case: str) -> None:
     task, file, options = CASES[case]
     command = ["generate", runs[task], runs["files"] / file, "--window", 7, *options]
-    printed = call(*command)
-    written = call(*command, "--out", tmp_path / "out")
-    assert printed.code == written.code == 0, written.err
-    assert (tmp_path / "out").read_bytes() == printed.out.encode() and printed.out
-    assert written.out == "" and written.err == printed.err
+    stdout_result = call(*command)
+    file_result = call(*command, "--out", tmp_path / "out")
+    assert stdout_result.code == file_result.code == 0, file_result.err
+    assert (tmp_path / "out").read_bytes() == stdout_result.out.encode() and stdout_result.out
+    assert file_result.out == "" and file_result.err == stdout_result.err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_options_that_conflict_with_out_are_refused(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words, out = runs["files"] / "words", tmp_path / "out"
+    words = runs["files"] / "words"
+    out = tmp_path / "out"
     for options, message in (
         ([words, "--out", out, "--stream"], "--stream: cannot be combined with --out"),
         ([words, "--ray", "local"], "--ray: needs --out FILE"),
@@ -95,7 +97,7 @@ def test_options_that_conflict_with_out_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_state_of_other_options_and_of_another_run_is_refused(
+def test_shards_of_other_options_or_another_run_are_refused(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["generate", runs["pairs"], runs["files"] / "words", "--out", tmp_path / "out", "--window", 30]
@@ -115,7 +117,7 @@ def _fail(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-# Processes that are killed
+# Killed processes
 
 
 def start(*command: object, **environment: str) -> subprocess.Popen[bytes]:
@@ -125,15 +127,17 @@ def start(*command: object, **environment: str) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-def killed_until_done(command: list[object], state: Path, kills: int, group: bool) -> int:
+def run_with_kills(command: list[object], state: Path, kills: int, group: bool) -> int:
     """Restart a command until it finishes, killing it at random times after a new shard -> the number of kills."""
-    seed, killed = os.getpid(), 0
+    seed = os.getpid()
+    count = 0
     print(f"seed {seed}")
     draw = random.Random(seed)
     while True:
         process = start(*command)
-        before, deadline = len(list(state.glob("*.shard"))), time.monotonic() + 200
-        while killed < kills and process.poll() is None and time.monotonic() < deadline:
+        before = len(list(state.glob("*.shard")))
+        deadline = time.monotonic() + 200
+        while count < kills and process.poll() is None and time.monotonic() < deadline:
             if len(list(state.glob("*.shard"))) > before:
                 time.sleep(draw.random() * 0.1)
                 if group:
@@ -144,9 +148,9 @@ def killed_until_done(command: list[object], state: Path, kills: int, group: boo
             time.sleep(0.002)
         _, messages = process.communicate(timeout=200)
         if process.returncode == 0:
-            return killed
+            return count
         assert process.returncode == -signal.SIGKILL, messages.decode()
-        killed += 1
+        count += 1
 
 
 @pytest.mark.slow
@@ -158,8 +162,8 @@ def test_a_command_killed_at_random_times_writes_the_same_bytes(
     words.write_text("".join(f"{word}\n" for word in toy_words(1000, 5)))
     command = ["generate", runs["pairs"], words, "--window", 25, *options]
     out = tmp_path / "out"
-    killed = killed_until_done(["-m", "regard", *command, "--out", out], tmp_path / "out.shards", 4, group=False)
-    assert killed and out.read_bytes() == call(*command).out.encode()
+    kills = run_with_kills(["-m", "regard", *command, "--out", out], tmp_path / "out.shards", 4, group=False)
+    assert kills and out.read_bytes() == call(*command).out.encode()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "words"]
 
 
@@ -169,7 +173,7 @@ def torchrun(ranks: int) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "file", "options"), [CASES[name] for name in ("nbest", "json", "labels")])
-def test_ranks_write_the_same_as_one_process(
+def test_several_ranks_write_the_bytes_of_one_process(
     runs: dict[str, Path], tmp_path: Path, task: str, file: str, options: list[object]
 ) -> None:
     command = ["generate", runs[task], runs["files"] / file, "--window", 7, *options]
@@ -194,27 +198,29 @@ def test_an_error_of_the_first_rank_is_reported_once(runs: dict[str, Path], tmp_
 
 
 @pytest.mark.slow
-def test_killed_ranks_write_the_same_bytes(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_ranks_killed_at_random_times_write_the_same_bytes(runs: dict[str, Path], tmp_path: Path) -> None:
     words = tmp_path / "words"
     words.write_text("".join(f"{word}\n" for word in toy_words(1000, 5)))
     command = ["generate", runs["pairs"], words, "--window", 25, "--beam", 4, "--json"]
     out = tmp_path / "out"
-    killed = killed_until_done([*torchrun(2), *command, "--out", out], tmp_path / "out.shards", 2, group=True)
-    assert killed and out.read_bytes() == call(*command).out.encode()
+    kills = run_with_kills([*torchrun(2), *command, "--out", out], tmp_path / "out.shards", 2, group=True)
+    assert kills and out.read_bytes() == call(*command).out.encode()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "words"]
 
 
 @pytest.mark.slow
-def test_the_first_rank_takes_over_shards_of_a_dead_rank(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Without a launcher, which would end the other rank."""
-    words, out = tmp_path / "words", tmp_path / "out"
+def test_the_first_rank_takes_over_the_shards_of_a_killed_rank(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Started without a launcher: torchrun would also end the first rank."""
+    words = tmp_path / "words"
+    out = tmp_path / "out"
     words.write_text("".join(f"{word}\n" for word in toy_words(1000, 5)))
     command = ["generate", runs["pairs"], words, "--window", 25, "--beam", 4]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     first, second = (start("-m", "regard", *command, "--out", out, RANK=str(rank), **address) for rank in range(2))
-    state, deadline = tmp_path / "out.shards", time.monotonic() + 200
+    state = tmp_path / "out.shards"
+    deadline = time.monotonic() + 200
     while not (state / "000001.shard").exists() and time.monotonic() < deadline:
         time.sleep(0.002)
     second.kill()

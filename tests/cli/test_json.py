@@ -1,4 +1,4 @@
-"""What every verb prints with --json, for every task: strict JSON, a line each."""
+"""The `--json` output of every verb for every task: one strict JSON value per line."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from regard.tasks import TASKS
 
 PAIRS = "".join(f"{source}\t{source[::-1]}\n" for source in ("abc", "bcd", "cab", "dab", "ab", "cd", "abcd", "bad") * 3)
 TEXT = "abc dab\ncab ab\nbad\n" * 12
-# the run of each task, the sources that it answers, and data that it is judged by
+# task -> kind of its run
 KINDS = {"pairs": None, "span": None, "lm": "lm", "masked": "masked", "classify": "classes", "image": "image"}
+# task -> input lines, where they differ from the default
 SOURCES = {"masked": "a<mask>c\nno\n", "image": None}
 
 
@@ -36,12 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     images = np.concatenate([picture(n) for n in range(15)])
     np.savez(path / "images.npz", images=images, labels=np.array(["one", "two", "three"] * 5))
     for task, kind in KINDS.items():
-        (sentinels() if task == "span" else letters() if kind is None else family(kind)).save(path / task)
+        (span_run() if task == "span" else letters() if kind is None else family(kind)).save(path / task)
     return path
 
 
-def sentinels() -> Run:
-    """A run of span corruption: a vocabulary with rows for the sentinels."""
+def span_run() -> Run:
+    """An untrained span corruption run, whose vocabulary includes the sentinels."""
     from regard.data.objectives import SENTINELS
     from regard.model import Model
     from regard.presets import preset
@@ -64,13 +65,13 @@ def data(folder: Path, task: str) -> Path:
     )
 
 
-def parsed(result: CliResult) -> list[Any]:
+def json_rows(result: CliResult) -> list[Any]:
     assert result.code == 0, result.err
     assert result.lines
     return [strict_json(line) for line in result.lines]
 
 
-def test_the_tasks_and_verbs_are_all_here() -> None:
+def test_every_task_and_verb_with_json_is_tested() -> None:
     assert KINDS.keys() == TASKS.keys()
     modules = {verb: importlib.import_module(f"regard.cli.{verb}") for verb in VERBS}
     verbs = {verb for verb, module in modules.items() if "json" in signature(module.command).parameters}
@@ -78,10 +79,10 @@ def test_the_tasks_and_verbs_are_all_here() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_generate(task: str, folder: Path) -> None:
+def test_generate_prints_json(task: str, folder: Path) -> None:
     sources = SOURCES.get(task, "abc\n\nßa\n")
     order = [folder / "images.npz"] if sources is None else ["--workers", 1] if task in ("pairs", "span", "lm") else []
-    rows = parsed(call("generate", folder / task, *order, "--json", stdin=sources or ""))
+    rows = json_rows(call("generate", folder / task, *order, "--json", stdin=sources or ""))
     if TASKS[task].labels:
         assert all(row.keys() >= {"label", "probabilities"} for row in rows)
     else:
@@ -89,56 +90,57 @@ def test_generate(task: str, folder: Path) -> None:
         assert all(h.keys() >= keys for row in rows for h in row["hypotheses"])
     if task in ("pairs", "lm"):
         several = ["--beam", 3, "--nbest", 2, "--top-tokens", 2, "--max-length", 4]
-        more = parsed(call("generate", folder / task, *several, "--json", stdin="abc\n"))
+        more = json_rows(call("generate", folder / task, *several, "--json", stdin="abc\n"))
         assert len(more[0]["hypotheses"]) == 2
-        assert len(parsed(call("generate", folder / task, "--stream", "--max-length", 3, "--json", stdin="abc\n"))) > 1
+        stream = json_rows(call("generate", folder / task, "--stream", "--max-length", 3, "--json", stdin="abc\n"))
+        assert len(stream) > 1
     if task == "pairs":
-        parsed(call("generate", folder / task, "--mbr", 3, "--alignment", "--json", stdin="abc\n"))
+        json_rows(call("generate", folder / task, "--mbr", 3, "--alignment", "--json", stdin="abc\n"))
 
 
 @pytest.mark.parametrize("task", [name for name, task in TASKS.items() if "decoder" in task.stacks])
-def test_score(task: str, folder: Path) -> None:
-    rows = parsed(call("score", folder / task, "--max-source", 5, "--json", stdin="abc\tcba\nßa\tq\nabcabc\tabc\n"))
+def test_score_prints_json(task: str, folder: Path) -> None:
+    rows = json_rows(call("score", folder / task, "--max-source", 5, "--json", stdin="abc\tcba\nßa\tq\nabcabc\tabc\n"))
     assert [row["score"] is None for row in rows] == [False, False, True]
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_evaluate_by_every_metric(task: str, folder: Path) -> None:
+def test_evaluate_prints_json_for_every_metric(task: str, folder: Path) -> None:
     names = TASKS[task].evaluation or tuple(METRICS)
     metrics = [part for name in names for part in ("--metric", name)]
     against = ["--against", folder / task, "--bootstrap", 5]
-    (row,) = parsed(call("evaluate", folder / task, data(folder, task), *metrics, *against, "--json"))
+    (row,) = json_rows(call("evaluate", folder / task, data(folder, task), *metrics, *against, "--json"))
     assert list(row["metrics"]) == list(row["against"]) == list(names)
-    (default,) = parsed(call("evaluate", folder / task, data(folder, task), "--bootstrap", 0, "--json"))
+    (default,) = json_rows(call("evaluate", folder / task, data(folder, task), "--bootstrap", 0, "--json"))
     assert default["metrics"].keys() <= set(names)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_heads_and_info(task: str, folder: Path) -> None:
+def test_heads_and_info_print_json(task: str, folder: Path) -> None:
     file = folder / "pairs.tsv" if task == "span" else data(folder, task)
-    assert all("layer" in row for row in parsed(call("heads", folder / task, file, "--json")))
-    assert parsed(call("info", folder / task, "--json"))[0]["parameters"]["total"] > 0
+    assert all("layer" in row for row in json_rows(call("heads", folder / task, file, "--json")))
+    assert json_rows(call("info", folder / task, "--json"))[0]["parameters"]["total"] > 0
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_prune(task: str, folder: Path, tmp_path: Path) -> None:
+def test_prune_prints_json(task: str, folder: Path, tmp_path: Path) -> None:
     file = folder / "pairs.tsv" if task == "span" else data(folder, task)
     order = ["--data", file, "--heads", 1, "--json"]
-    (row,) = parsed(call("prune", folder / task, tmp_path / "small", *order))
+    (row,) = json_rows(call("prune", folder / task, tmp_path / "small", *order))
     assert row["after"]["heads"] == row["before"]["heads"] - 1
 
 
-def test_lists_of_presets_and_recipes() -> None:
-    assert {"preset", "recipe"} <= {key for row in parsed(call("info", "--json")) for key in row}
+def test_info_lists_presets_and_recipes_as_json() -> None:
+    assert {"preset", "recipe"} <= {key for row in json_rows(call("info", "--json")) for key in row}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize("task", ["lm", "masked", "classify", "image"])
-def test_convert(task: str, folder: Path, tmp_path: Path) -> None:
-    (row,) = parsed(call("convert", folder / task, tmp_path / "hf", "--to", "hf", "--samples", 1, "--json"))
+def test_convert_prints_json(task: str, folder: Path, tmp_path: Path) -> None:
+    (row,) = json_rows(call("convert", folder / task, tmp_path / "hf", "--to", "hf", "--samples", 1, "--json"))
     assert row["proof"]["difference"] < 1e-3
 
 
-def test_numbers_that_json_does_not_know_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+def test_infinity_and_nan_become_null(capsys: pytest.CaptureFixture[str]) -> None:
     output.out_json({"a": [1.5, float("inf"), {"b": float("nan")}], "c": (float("-inf"),)})
     assert strict_json(capsys.readouterr().out) == {"a": [1.5, None, {"b": None}], "c": [None]}

@@ -1,3 +1,5 @@
+"""Pruning of attention heads: pruned equals ablated, and the tuned smaller run is saved."""
+
 from __future__ import annotations
 
 import itertools
@@ -42,13 +44,13 @@ REMOVED = {"encoder.blocks.0.attention": [0, 3], "decoder.blocks.1.attention": [
 
 
 @torch.no_grad()
-def same(model: Model, removed: dict[str, list[int]]) -> Model:
-    """Prune, and check that the smaller model answers as the larger one with those heads ablated."""
+def prune_checked(model: Model, removed: dict[str, list[int]]) -> Model:
+    """Prune, and check that the smaller model equals the larger one with these heads ablated."""
     with patch(model, {f"{name}.mixed": without(*heads) for name, heads in removed.items()}):
         expected = model(SOURCE, KEEP, INPUT)
     small = prune_heads(model, removed)
     assert torch.allclose(small(SOURCE, KEEP, INPUT), expected, atol=1e-5)
-    state = small.encode(SOURCE, KEEP)  # and in decoding, with its cache
+    state = small.encode(SOURCE, KEEP)  # decoding with a cache, too
     for t, tokens_N in enumerate(INPUT.unbind(1)):
         logits_NV, state = small.step(tokens_N, state)
         assert torch.allclose(logits_NV, expected[:, t], atol=1e-5)
@@ -58,12 +60,12 @@ def same(model: Model, removed: dict[str, list[int]]) -> Model:
 
 @pytest.mark.parametrize("score", ["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"])
 def test_pruned_equals_ablated_for_every_score(score: str) -> None:
-    same(tiny(score=score), REMOVED)
+    prune_checked(tiny(score=score), REMOVED)
 
 
 @pytest.mark.parametrize("position", ["sinusoid", "learned", "rotary", "alibi", "bucket", "none"])
 def test_pruned_equals_ablated_for_every_position(position: str) -> None:
-    same(tiny(position=position), REMOVED)
+    prune_checked(tiny(position=position), REMOVED)
 
 
 @pytest.mark.parametrize(
@@ -80,25 +82,25 @@ def test_pruned_equals_ablated_for_every_position(position: str) -> None:
         {"norm_at": "post", "gated": True, "norm": "rms"},
     ],
 )
-def test_pruned_equals_ablated_for_every_design(stack: dict[str, Any]) -> None:
-    same(tiny(**stack), REMOVED)
+def test_pruned_equals_ablated_for_every_stack(stack: dict[str, Any]) -> None:
+    prune_checked(tiny(**stack), REMOVED)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.sampled_from([1, 2, 4]))
-def test_pruned_equals_ablated_for_any_heads_and_twice(data: st.DataObject, kv_heads: int) -> None:
+def test_pruned_equals_ablated_for_any_heads_pruned_twice(data: st.DataObject, kv_heads: int) -> None:
     model = tiny(kv_heads=kv_heads, position="alibi")
     for _ in range(2):
         removed = {}
         for name, attention in model.attentions().items():
-            gone = data.draw(st.sets(st.integers(0, attention.heads - 1), max_size=attention.heads - 1))
-            if gone:
-                removed[name] = sorted(gone)
+            heads = data.draw(st.sets(st.integers(0, attention.heads - 1), max_size=attention.heads - 1))
+            if heads:
+                removed[name] = sorted(heads)
         if removed:
-            model = same(model, removed)
+            model = prune_checked(model, removed)
 
 
-def test_the_config_says_which_heads_are_left(tmp_path: Path) -> None:
+def test_the_config_lists_the_remaining_heads(tmp_path: Path) -> None:
     run = letters()
     small = prune_heads(run.model, REMOVED)
     assert small.config.encoder is not None and small.config.decoder is not None
@@ -115,7 +117,7 @@ def test_the_config_says_which_heads_are_left(tmp_path: Path) -> None:
         assert torch.equal(loaded.model(SOURCE % 9, KEEP, INPUT % 9), small(SOURCE % 9, KEEP, INPUT % 9))
 
 
-def test_the_last_head_stays() -> None:
+def test_the_last_head_of_an_attention_cannot_be_pruned() -> None:
     model = tiny()
     with pytest.raises(UserError, match="all of its heads would be removed"):
         prune_heads(model, {"encoder.blocks.0.attention": [0, 1, 2, 3]})
@@ -123,7 +125,7 @@ def test_the_last_head_stays() -> None:
     assert removable_heads(model, heads) == [*heads[:3], heads[4]]
 
 
-def test_amounts() -> None:
+def test_amounts_are_parsed_and_converted_to_counts() -> None:
     assert PruneAmount.parse("0.4", None) == PruneAmount(fraction=0.4) == PruneAmount.parse("40%", None)
     assert PruneAmount.parse("12", None) == PruneAmount(count=12)
     assert PruneAmount.parse(None, 0.1) == PruneAmount(threshold=0.1)
@@ -148,18 +150,18 @@ def test_amounts() -> None:
 
 
 @pytest.mark.parametrize("by", ["gradient", "ablation"])
-def test_greedy_begins_as_one_shot_and_measures_again(by: Any) -> None:
+def test_greedy_order_ranks_the_heads_again_after_each_removal(by: Any) -> None:
     model = tiny()
     batches = pair_batches(PAIRS, model.config)
     order = rank_heads(model, batches, by)
     assert list(order.values()) == sorted(order.values())
-    going = greedy_order(model, batches, 3, by, lambda message: None)
-    assert going[0] == next(iter(order))
-    assert going[1] == next(iter(rank_heads(model, batches, by, group_heads(going[:1]))))
-    assert len(set(going)) == 3
+    greedy = greedy_order(model, batches, 3, by, lambda message: None)
+    assert greedy[0] == next(iter(order))
+    assert greedy[1] == next(iter(rank_heads(model, batches, by, group_heads(greedy[:1]))))
+    assert len(set(greedy)) == 3
 
 
-def test_the_curve_begins_with_all_heads_and_ends_with_one_each() -> None:
+def test_the_curve_goes_from_all_heads_to_one_per_attention() -> None:
     model = tiny()
     batches = pair_batches(PAIRS, model.config)
     order = removable_heads(model, list(rank_heads(model, batches, "gradient")))
@@ -170,30 +172,30 @@ def test_the_curve_begins_with_all_heads_and_ends_with_one_each() -> None:
     assert curve[-1][1] == pytest.approx(mean_loss(small, batches), abs=1e-5)
 
 
-def test_tuning_lowers_the_loss_and_leaves_the_model_in_use() -> None:
+def test_tuning_lowers_the_loss_and_ends_in_eval_mode() -> None:
     model = tiny(dropout=0.0)
     losses = tune(model, itertools.cycle(pair_batches(PAIRS, model.config)), 30, lr=5e-3)
     assert len(losses) == 30 and losses[-1] < losses[0] - 0.3
     assert not model.training
 
 
-def test_a_teacher_is_followed_where_it_is_not_right() -> None:
+def test_a_teacher_brings_the_outputs_closer_to_its_own() -> None:
     teacher = tiny(dropout=0.0)
     weights = {name: p.clone() for name, p in teacher.named_parameters()}
     batch = pair_batches(PAIRS, teacher.config)[0]
 
     @torch.no_grad()
-    def apart(with_teacher: bool) -> float:
+    def distance(with_teacher: bool) -> float:
         model = prune_heads(teacher, REMOVED)
         tune(model, itertools.repeat(batch), 30, teacher=teacher if with_teacher else None, lr=5e-3)
         logits, expected = (m(batch.source_BS, batch.source_keep_BS, batch.input_BT) for m in (model, teacher))
         return float((logits.log_softmax(-1) - expected.log_softmax(-1)).abs().mean())
 
-    assert apart(True) < 0.7 * apart(False)
+    assert distance(True) < 0.7 * distance(False)
     assert all(torch.equal(weights[name], p) for name, p in teacher.named_parameters())
 
 
-def test_the_best_weights_on_the_way_are_kept() -> None:
+def test_tuning_restores_the_best_weights() -> None:
     model = tiny(dropout=0.0)
     seen: list[tuple[float, dict[str, torch.Tensor]]] = []
     verdicts = iter([5.0, 3.0, 1.0, 4.0, *[9.0] * 6])
@@ -232,12 +234,12 @@ def test_every_family_is_pruned_tuned_saved_and_reloaded(kind: str, tmp_path: Pa
     )
 
 
-def test_hashed_heads_stay() -> None:
+def test_heads_of_hashed_attention_cannot_be_removed() -> None:
     with pytest.raises(UserError, match="cannot be removed"):
         prune(family("lm-hashed"), "abcab " * 40, "abcab " * 40, PruneAmount(count=3))
 
 
-def test_pruning_a_run(tmp_path: Path) -> None:
+def test_greedy_pruning_and_tuning_of_a_run(tmp_path: Path) -> None:
     run = letters()
     run.path = tmp_path / "run"
     run.save(run.path)
@@ -255,13 +257,14 @@ def test_pruning_a_run(tmp_path: Path) -> None:
     save_pruned(smaller, report, tmp_path / "small", run.path)
     loaded = Run.load(tmp_path / "small")
     assert loaded.config == smaller.config
-    kept = loaded.model.attentions()["decoder.blocks.0.cross"].head_numbers
-    assert load_heads(tmp_path / "small") == tuple((0, index) for index in range(len(kept)))
+    remaining = loaded.model.attentions()["decoder.blocks.0.cross"].head_numbers
+    assert load_heads(tmp_path / "small") == tuple((0, index) for index in range(len(remaining)))
 
 
-def test_speed_is_a_median_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is twice as fast; now and then something else makes either ten times slower."""
-    now, calls = 0.0, []
+def test_rates_are_medians_of_alternating_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is twice as fast; every fifth call is ten times slower."""
+    now = 0.0
+    calls = []
 
     def work(name: str, seconds: float) -> Any:
         def run() -> None:
@@ -286,23 +289,23 @@ def test_one_shot_without_tuning_reports_the_same_state_twice() -> None:
     assert report.curve[-1][0] == 18
 
 
-def test_pruning_by_learned_gates() -> None:
+def test_pruning_by_gates_trains_a_copy_and_needs_tuning_without_greedy() -> None:
     run = letters()
     weights = {name: p.clone() for name, p in run.model.named_parameters()}
     smaller, report = prune(run, EXAMPLES, EXAMPLES[:2], PruneAmount(count=6), by="gates", tuning=Tuning(4))
     assert report.after.heads == count_heads(smaller.model) == 18 and report.tuned_steps == 4
-    assert all(torch.equal(weights[name], p) for name, p in run.model.named_parameters()), "a copy has learned"
+    assert all(torch.equal(weights[name], p) for name, p in run.model.named_parameters()), "only a copy may be trained"
     for wrong in ({"tuning": Tuning(0)}, {"tuning": Tuning(4), "greedy": True}):
         with pytest.raises(UserError, match="--by gates"):
             prune(run, EXAMPLES, EXAMPLES[:2], PruneAmount(count=6), by="gates", **wrong)  # type: ignore[arg-type]
 
 
-def test_a_single_head_cannot_go() -> None:
+def test_a_model_with_one_head_cannot_be_pruned() -> None:
     with pytest.raises(UserError, match="only one head"):
         prune(letters("rnn-luong"), EXAMPLES, EXAMPLES, PruneAmount(count=1))
 
 
-def test_no_source_is_learned_and_measured() -> None:
+def test_split_data_puts_no_source_in_both_parts() -> None:
     doubled = [*EXAMPLES, *EXAMPLES]
     halves: Any = split_data(doubled, every=3)
     learn, held_out = halves
