@@ -3,17 +3,17 @@
     python bench/data.py --pairs 20000000
     python bench/data.py --pairs 2000000 --task lm
 
-Writes tables of artificial sentences (about 60 bytes per side), with an eighth of the pairs and with all pairs. For
-each table, separate processes
+The script writes two tables of artificial sentences (about 60 bytes per side): one with an eighth of the pairs, one
+with all. For each table, separate processes
 
-- prepare it as `regard train` does with a cache,
-- open the prepared data as a second run does,
+- prepare the data as `regard train` does with a cache,
+- prepare it again, as a second run with the same cache does,
 - train another run until its first step is done,
 - order epochs and read batches.
 
-The printed table has the peak of resident memory above the memory after the imports, an upper bound on that of the
-largest child process (Linux includes what the parent had at that time), the time, the CPU time of all processes, and
-pairs per second. With `--task lm` each pair is two lines of plain text, and nothing is ordered and read.
+The output has the peak of resident memory above the memory after the imports, the peak of the largest child process (an
+upper bound: Linux includes the memory of the parent at the fork), wall-clock time, CPU time of all processes, and pairs
+per second. With `--task lm`, each pair is two lines of plain text; ordering and reading is left out.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from pathlib import Path
 import numpy as np
 
 WORDS = 50_000
-LINES = 10_000  # per random draw
+DRAW_LINES = 10_000  # lines per random draw
 
 
 def write(path: Path, pairs: int) -> None:
-    """Sides separated by a tab, or as lines of a text."""
-    between = "\t" if path.suffix == ".tsv" else "\n"
+    """Write pairs, separated by a tab or (for plain text) by a line end."""
+    separator = "\t" if path.suffix == ".tsv" else "\n"
     draw = np.random.default_rng(1)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     words = ["".join(draw.choice(list(letters), draw.integers(2, 10))) for _ in range(WORDS)]
     with path.open("w", encoding="utf-8") as file:
-        for first in range(0, pairs, LINES):
-            lengths = draw.integers(3, 18, 2 * min(LINES, pairs - first))
+        for first in range(0, pairs, DRAW_LINES):
+            lengths = draw.integers(3, 18, 2 * min(DRAW_LINES, pairs - first))
             ranks = (WORDS ** (draw.random(lengths.sum()) ** 2)).astype(int) - 1  # a few words are frequent
-            drawn = map(words.__getitem__, ranks.tolist())
-            sides = [" ".join(islice(drawn, length)) for length in lengths.tolist()]
+            random_words = map(words.__getitem__, ranks.tolist())
+            sides = [" ".join(islice(random_words, length)) for length in lengths.tolist()]
             file.writelines(
-                f"{source}{between}{target}\n" for source, target in zip(sides[::2], sides[1::2], strict=True)
+                f"{source}{separator}{target}\n" for source, target in zip(sides[::2], sides[1::2], strict=True)
             )
 
 
@@ -66,30 +66,31 @@ def recipe(path: Path):
     )
 
 
-def prepare_all(path: Path, processes: int, name: str = "prepared") -> None:
+def prepare_data(path: Path, processes: int, name: str = "prepared") -> None:
     from regard.data.prepare import prepare
 
     prepare(recipe(path), path.parent / name, processes=processes)
 
 
 def prepare_again(path: Path, processes: int) -> None:
-    prepare_all(path, processes, "again")
+    prepare_data(path, processes, "again")
 
 
-def read_some(path: Path, processes: int) -> None:
+def read_batches(path: Path, processes: int) -> None:
     from regard.data.order import Batches
     from regard.data.prepare import open_prepared
     from regard.presets import preset
 
     prepared = open_prepared(path.parent / "prepared")
-    corpus, config = prepared.train, preset("transformer-small", vocab=8000)
+    corpus = prepared.train
+    config = preset("transformer-small", vocab=8000)
     for epoch in range(2):
-        cut = Batches(corpus.source_lengths, corpus.target_lengths, 1, epoch, 4096)
-        for rows in cut[:5000]:
+        batches = Batches(corpus.source_lengths, corpus.target_lengths, 1, epoch, 4096)
+        for rows in batches[:5000]:
             corpus.batch(rows, config)
 
 
-def take_a_step(path: Path, processes: int) -> None:
+def train_one_step(path: Path, processes: int) -> None:
     """Train until the first step is done, with one process per core."""
     from regard.training.fit import fit
     from regard.training.report import Reporter
@@ -102,21 +103,21 @@ def take_a_step(path: Path, processes: int) -> None:
             raise Done
 
     train = {"steps": 1000, "workers": processes}
-    order = recipe(path).model_copy(update={"preset": "transformer-mini"})
+    base = recipe(path).model_copy(update={"preset": "transformer-mini"})
     with suppress(Done):
         fit(
-            order.model_copy(update={"train": order.train.model_copy(update=train)}),
+            base.model_copy(update={"train": base.train.model_copy(update=train)}),
             path.parent / "run",
             reporter=FirstStep(),
         )
 
 
-# A second run finds the data in the cache, by file hashes; this is the time until training can start.
+# "second run" is the time until training can start if the data is in the cache, where it is found by file hashes.
 PARTS: dict[str, Callable[[Path, int], None]] = {
-    "prepare": prepare_all,
+    "prepare": prepare_data,
     "second run": prepare_again,
-    "first step": take_a_step,
-    "order, read": read_some,
+    "first step": train_one_step,
+    "order, read": read_batches,
 }
 
 
@@ -125,15 +126,16 @@ def measure(part: str, path: Path, pairs: int, processes: int) -> None:
     import regard.presets
     import regard.training.fit  # noqa: F401
 
-    own, others = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-    before = resource.getrusage(own).ru_maxrss
-    began, cpu = time.perf_counter(), cpu_seconds()
+    memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu_before = cpu_seconds()
+    began = time.perf_counter()
     PARTS[part](path, processes)
-    seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
-    grown = (resource.getrusage(own).ru_maxrss - before) / 1024
-    largest = resource.getrusage(others).ru_maxrss / 1024
+    seconds = time.perf_counter() - began
+    cpu = cpu_seconds() - cpu_before
+    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before) / 1024
+    largest_child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     print(
-        f"{pairs:>12,}  {part:11}  {grown:9,.0f} MB  {largest:9,.0f} MB  {seconds:8,.1f} s  {cpu:8,.1f} s"
+        f"{pairs:>12,}  {part:11}  {growth:9,.0f} MB  {largest_child:9,.0f} MB  {seconds:8,.1f} s  {cpu:8,.1f} s"
         f"  {pairs / seconds:11,.0f}",
         flush=True,
     )
@@ -157,7 +159,7 @@ def main() -> None:
     if arguments.part:
         measure(arguments.part, arguments.path, arguments.pairs, arguments.processes)
         return
-    print(f"{'pairs':>12}  {'':11}  {'memory':>12}  {'of others':>12}  {'time':>10}  {'CPU':>10}  {'pairs/s':>11}")
+    print(f"{'pairs':>12}  {'':11}  {'memory':>12}  {'of children':>12}  {'time':>10}  {'CPU':>10}  {'pairs/s':>11}")
     for pairs in (arguments.pairs // 8, arguments.pairs):
         with tempfile.TemporaryDirectory() as work:
             path = Path(work) / ("pairs.tsv" if arguments.task == "pairs" else "text.txt")

@@ -2,17 +2,17 @@
 
     python bench/g2p.py --data dut_train.tsv --valid dut_dev.tsv --yoyodyne PYTHON --joeynmt PYTHON
 
-All toolkits train one model size (4+4 layers, width 256, feed-forward 1024, 4 heads, dropout 0.2) with 64 words per
-batch. Each toolkit runs by its own command line in its own environment: PYTHON is the interpreter of an environment
-with the toolkit; without it the toolkit is skipped.
+All toolkits train the same model size (4+4 layers, width 256, feed-forward 1024, 4 heads, dropout 0.2) with 64 words
+per batch. Each toolkit runs through its command line in its own environment. PYTHON is the interpreter of that
+environment; without the option, the toolkit is skipped.
 
-Training time is taken from the toolkit's own progress reports, starting with the first. Decoding is timed with few
-words and with many; the difference excludes start-up and loading. The limit of output tokens is the longest
+Training speed comes from the toolkit's progress reports, starting with the first. Decoding is timed with few and with
+many words; the difference excludes start-up and loading. An output has at most as many tokens as the longest
 pronunciation in the data. regard is measured in fp32, in bf16, and (if CTranslate2 is installed) trained in bf16 and
 decoded in int8.
 
-WER and mean output length are printed too: a barely trained model stops at once or never, and its speed means little.
-Raise --seconds until the lengths are similar.
+WER and mean output length are printed too, because the speed of a barely trained model means little: it stops at once
+or never. Raise --seconds until the lengths are similar.
 """
 
 from __future__ import annotations
@@ -36,59 +36,58 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 64
-LAYERS, WIDTH, FF, HEADS, DROPOUT = 4, 256, 1024, 4, 0.2
+LAYERS = 4
+WIDTH = 256
+FF = 1024
+HEADS = 4
+DROPOUT = 0.2
 Pair = tuple[str, str]
 
 
 @dataclass
 class Job:
-    """The task of every toolkit."""
+    """Data and budget, the same for every toolkit."""
 
     data: Path
     valid: Path
     work: Path  # an empty directory
     seconds: float
-    longest: int  # tokens of the longest pronunciation
+    max_length: int  # tokens of the longest pronunciation
 
 
 @dataclass
 class Toolkit:
-    """Functions of a toolkit: `train` returns examples per second, `decode` the outputs for a file of words."""
+    """A toolkit: `train` returns examples per second, `decode` the outputs for a file of words."""
 
     train: Callable[[Job], float]
     decode: Callable[[Job, Path, int], list[str]]
-    words: tuple[int, int]  # a few, and many
+    words: tuple[int, int]  # numbers of words to decode: few, many
 
 
 # regard
 
 
 def regard(training: str, *decoding: str) -> Toolkit:
-    """regard, trained in a precision, decoding with options."""
+    """regard with a training precision and decoding options."""
     command = [sys.executable, "-m", "regard"]
 
     def train(job: Job) -> float:
         sizes = {"layers": LAYERS, "width": WIDTH, "ff": FF, "heads": HEADS, "dropout": DROPOUT}
         settings = [f"{key}={value}" for key, value in sizes.items()]
-        settings += [
-            f"batch_examples={BATCH}",
-            "log_every=5",
-            f"validate_every={10**9}",
-        ]  # the other toolkits have no pauses either
-        settings += [f"precision={training}"]
-        given = ["--data", job.data, "--valid", job.valid, "--out", job.work / "run"]
+        # No validation, as in the other toolkits.
+        settings += [f"batch_examples={BATCH}", "log_every=5", f"validate_every={10**9}", f"precision={training}"]
+        files = ["--data", job.data, "--valid", job.valid, "--out", job.work / "run"]
         budget = ["--workers", 2, "--minutes", job.seconds / 60]
-        run([*command, "train", "g2p", *given, *budget, *(x for s in settings for x in ("--set", s))])
+        run([*command, "train", "g2p", *files, *budget, *(x for s in settings for x in ("--set", s))])
         events = [json.loads(line) for line in (job.work / "run" / "log.jsonl").read_text().splitlines()]
         rates = [event["examples_per_second"] for event in events if event["event"] == "train"]
         if len(rates) < 2:
             sys.exit("too little time for two reports of progress; raise --seconds")
-        return statistics.harmonic_mean(
-            rates[1:]
-        )  # over equal numbers of steps: all examples divided by the total time
+        # Each report covers the same number of steps, so this is the number of examples divided by the total time.
+        return statistics.harmonic_mean(rates[1:])
 
     def decode(job: Job, words: Path, beam: int) -> list[str]:
-        options = ["--beam", beam, "--max-length", job.longest, "--workers", 2, *decoding]
+        options = ["--beam", beam, "--max-length", job.max_length, "--workers", 2, *decoding]
         return run([*command, "generate", job.work / "run", words, *options]).splitlines()
 
     return Toolkit(train, decode, (1000, 9000))
@@ -98,7 +97,7 @@ def regard(training: str, *decoding: str) -> Toolkit:
 
 
 def yoyodyne(python: str) -> Toolkit:
-    command = [python, "-c", "from yoyodyne.cli.main import main; main()"]  # as its `yoyodyne` script
+    command = [python, "-c", "from yoyodyne.cli.main import main; main()"]  # the code of its script `yoyodyne`
 
     def config(job: Job, beam: int = 1) -> Path:
         encoder = {"attention_heads": HEADS, "embedding_size": WIDTH, "hidden_size": FF, "layers": LAYERS}
@@ -121,8 +120,8 @@ def yoyodyne(python: str) -> Toolkit:
             "model_dir": str(job.work),
             "target_sep": " ",
             "batch_size": BATCH,
-            "max_source_length": 2 * job.longest,
-            "max_target_length": job.longest,
+            "max_source_length": 2 * job.max_length,
+            "max_target_length": job.max_length,
         }
         path.write_text(json.dumps({"model": model, "data": data, "seed_everything": 1}))  # JSON is YAML
         return path
@@ -142,9 +141,9 @@ def yoyodyne(python: str) -> Toolkit:
         return rate((clock, int(epoch) * int(total) + int(done)) for clock, (epoch, done, total) in reports)
 
     def decode(job: Job, words: Path, beam: int) -> list[str]:
-        given = ["--ckpt_path", max(job.work.glob("model*.ckpt"), key=lambda path: path.stat().st_mtime)]
-        given += ["--data.predict", words, "--data.target_col", 0, "--prediction.path", job.work / "out"]
-        run([*command, "predict", "--config", config(job, beam), *given])
+        files = ["--ckpt_path", max(job.work.glob("model*.ckpt"), key=lambda path: path.stat().st_mtime)]
+        files += ["--data.predict", words, "--data.target_col", 0, "--prediction.path", job.work / "out"]
+        run([*command, "predict", "--config", config(job, beam), *files])
         lines = (job.work / "out").read_text(encoding="utf-8").splitlines()
         return [line.split("\t")[0] for line in lines]  # with a beam, outputs and scores alternate
 
@@ -158,7 +157,7 @@ def joeynmt(python: str) -> Toolkit:
     command = [python, "-m", "joeynmt"]
 
     def environment(job: Job) -> dict[str, str]:
-        """Add a package that it imports without requiring it, and let torch read its checkpoints, which are pickles."""
+        """Add a package that Joey NMT imports without requiring it, and allow pickled checkpoints."""
         stub = job.work / "stub" / "importlib_metadata.py"
         stub.parent.mkdir(exist_ok=True)
         stub.write_text("from importlib.metadata import *\n")
@@ -175,7 +174,7 @@ def joeynmt(python: str) -> Toolkit:
             "embeddings": {"embedding_dim": WIDTH, "scale": True, "dropout": DROPOUT},
             "hidden_size": WIDTH,
             "ff_size": FF,
-            "layer_norm": "pre",  # its defaults differ between encoder and decoder, and do not learn
+            "layer_norm": "pre",  # the defaults differ between encoder and decoder, and training fails with them
             "dropout": DROPOUT,
         }
         table: dict[str, Any] = {
@@ -191,7 +190,7 @@ def joeynmt(python: str) -> Toolkit:
                 "src": {"lang": "src", "level": "char"},
                 "trg": {"lang": "trg", "level": "word"},
             },
-            "testing": {"beam_size": beam, "batch_size": BATCH, "max_output_length": job.longest},
+            "testing": {"beam_size": beam, "batch_size": BATCH, "max_output_length": job.max_length},
             "training": {
                 "optimizer": "adamw",
                 "adam_betas": [0.9, 0.98],
@@ -227,20 +226,20 @@ def joeynmt(python: str) -> Toolkit:
 
 
 def run(command: list[Any], stdin: Path | None = None, environment: dict[str, str] | None = None) -> str:
-    """The stdout of a command; stderr is shown only if it fails."""
+    """Run a command and return its stdout; print its stderr only if it fails."""
     with open(stdin or os.devnull, "rb") as file:
-        done = subprocess.run(
+        process = subprocess.run(
             list(map(str, command)), stdin=file, capture_output=True, env={**os.environ, **(environment or {})}
         )
-    if done.returncode:
-        sys.exit(f"{' '.join(map(str, command))}\n{done.stderr.decode(errors='replace')[-3000:]}")
-    return done.stdout.decode()
+    if process.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{process.stderr.decode(errors='replace')[-3000:]}")
+    return process.stdout.decode()
 
 
 def watch(
     command: list[Any], report: str, seconds: float | None = None, environment: dict[str, str] | None = None
 ) -> list[tuple[float, tuple[str, ...]]]:
-    """Run a command -> the times of outputs that match `report`; interrupt it `seconds` after the first."""
+    """Run a command and collect times and groups of outputs that match `report`; stop `seconds` after the first."""
     reports: list[tuple[float, tuple[str, ...]]] = []
     output: list[str] = []
     with subprocess.Popen(
@@ -249,7 +248,7 @@ def watch(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **(environment or {})},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it by default
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore SIGINT by default
     ) as process:
         for line in lines_of(process):
             output.append(line)
@@ -264,7 +263,7 @@ def watch(
 
 
 def lines_of(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """The output of a process as it arrives, in lines and states of a progress bar."""
+    """Yield the output of a process as it arrives, by lines and updates of a progress bar."""
     assert process.stdout is not None
     rest = b""
     while new := os.read(process.stdout.fileno(), 1 << 16):
@@ -273,14 +272,14 @@ def lines_of(process: subprocess.Popen[bytes]) -> Iterator[str]:
 
 
 def rate(reports: Iterator[tuple[float, int]]) -> float:
-    """Examples per second from the first report to the last report with progress."""
-    moved: dict[int, float] = {}
+    """Examples per second from the first to the last report with progress."""
+    clocks: dict[int, float] = {}
     for clock, batches in reports:
         if batches:
-            moved.setdefault(batches, clock)
-    if len(moved) < 2:
+            clocks.setdefault(batches, clock)
+    if len(clocks) < 2:
         sys.exit("too little time for two reports of progress; raise --seconds")
-    (first, began), (last, ended) = min(moved.items()), max(moved.items())
+    (first, began), (last, ended) = min(clocks.items()), max(clocks.items())
     return BATCH * (last - first) / (ended - began)
 
 
@@ -298,18 +297,18 @@ def words_per_second(kit: Toolkit, job: Job, beam: int, rounds: int) -> tuple[fl
     for _ in range(rounds):
         for count in kit.words:
             path = job.work / "words"
-            chosen = (examples * (count // len(examples) + 1))[:count]
-            path.write_text("".join(f"{word}\n" for word, _ in chosen), encoding="utf-8")
+            sample = (examples * (count // len(examples) + 1))[:count]
+            path.write_text("".join(f"{word}\n" for word, _ in sample), encoding="utf-8")
             began = time.perf_counter()
             outputs = kit.decode(job, path, beam)
             times[count].append(time.perf_counter() - began)
             assert len(outputs) == count, f"{count} words gave {len(outputs)} outputs"
     few, many = kit.words
-    wrong = sum(output != target for output, (_, target) in zip(outputs, chosen, strict=True))
+    wrong = sum(output != target for output, (_, target) in zip(outputs, sample, strict=True))
     tokens = sum(len(output.split()) for output in outputs)
     seconds = statistics.median(times[many]) - statistics.median(times[few])
-    speed = (many - few) / seconds if seconds > 0 else math.nan  # start-up varied more than the words took
-    return speed, f"WER {100 * wrong / many:3.0f}, {tokens / many:4.1f} long"
+    speed = (many - few) / seconds if seconds > 0 else math.nan  # start-up varied by more than the decoding time
+    return speed, f"WER {100 * wrong / many:3.0f}, {tokens / many:4.1f} tokens"
 
 
 def main() -> None:
@@ -319,7 +318,7 @@ def main() -> None:
     parser.add_argument("--yoyodyne", metavar="PYTHON", help="interpreter of an environment with yoyodyne 0.5")
     parser.add_argument("--joeynmt", metavar="PYTHON", help="interpreter of an environment with joeynmt 2.3")
     parser.add_argument("--seconds", type=float, default=60, help="training time per toolkit")
-    parser.add_argument("--rounds", type=int, default=1, help="of decoding; 0: only training")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of decoding; 0: only training")
     arguments = parser.parse_args()
     if importlib.util.find_spec("regard") is None:
         sys.exit("install regard first")
@@ -330,19 +329,21 @@ def main() -> None:
         kits["yoyodyne"] = yoyodyne(arguments.yoyodyne)
     if arguments.joeynmt:
         kits["joeynmt"] = joeynmt(arguments.joeynmt)
-    data, valid = arguments.data.resolve(), arguments.valid.resolve()
-    longest = max(len(target.split()) for path in (data, valid) for _, target in pairs(path))
+    data = arguments.data.resolve()
+    valid = arguments.valid.resolve()
+    max_length = max(len(target.split()) for path in (data, valid) for _, target in pairs(path))
     mean = statistics.mean(len(target.split()) for _, target in pairs(valid))
     print(
-        f"{arguments.seconds:.0f} s of training each; Lx Mx ...: regard is so many times as fast, in each of its ways;"
-        f" pronunciations are {mean:.1f} long"
+        f"{arguments.seconds:.0f} s of training each; 2.0x 3.0x ...: speed-up of each variant of regard;"
+        f" pronunciations have {mean:.1f} tokens on average"
     )
     print(f"{'':12}  {'examples/s':>27}  {'words/s greedy':>48}  {'words/s beam 5':>48}")
     ours: list[list[float]] = []
     for name, kit in kits.items():
         with tempfile.TemporaryDirectory() as work:
-            job = Job(data, valid, Path(work), arguments.seconds, longest)
-            speeds, remarks = [kit.train(job)], [""]
+            job = Job(data, valid, Path(work), arguments.seconds, max_length)
+            speeds = [kit.train(job)]
+            remarks = [""]
             for beam in (1, 5) if arguments.rounds else ():
                 speed, remark = words_per_second(kit, job, beam, arguments.rounds)
                 speeds.append(speed)
@@ -350,7 +351,7 @@ def main() -> None:
         if name.startswith("regard"):
             ours.append(speeds)
         cells = [
-            f"{speed:7,.0f} {' '.join(f'{best[i] / speed:5.1f}x' for best in ours):20}{remarks[i]}"
+            f"{speed:7,.0f} {' '.join(f'{variant[i] / speed:5.1f}x' for variant in ours):20}{remarks[i]}"
             for i, speed in enumerate(speeds)
         ]
         print(f"{name:12}  {cells[0]:>27}  " + "  ".join(f"{cell:>48}" for cell in cells[1:]), flush=True)

@@ -3,9 +3,9 @@
     python bench/lm.py --text tinyshakespeare.txt
 
 The model has 4 layers, 4 heads, width 128, and 64 characters of context; a batch has 12 windows; there is no dropout.
-This is small enough for a laptop. Both train on the first 90% of the text. The plain loop has modules of torch, fused
-causal attention, AdamW with warm-up and a cosine schedule, and random windows. Both take turns. The speed is that of
-the steps, without validation. The loss is the mean over the last 10% of the text, in windows of 64 without overlap.
+Both programs train on the first 90% of the text and take turns. The plain loop uses torch modules, fused causal
+attention, AdamW with warm-up and a cosine schedule, and random windows. The speed excludes validation. The loss is the
+mean over the last 10% of the text, in windows of 64 without overlap.
 """
 
 from __future__ import annotations
@@ -26,37 +26,46 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
-RATE, LEAST, WARMUP, CLIP = 1e-3, 1e-4, 100, 1.0
+LAYERS = 4
+HEADS = 4
+WIDTH = 128
+CONTEXT = 64  # characters
+BATCH = 12  # windows
+MAX_RATE = 1e-3
+MIN_RATE = 1e-4
+WARMUP = 100  # steps
+CLIP = 1.0
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before_attention, self.before_mlp = (nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
+        self.attention_norm = nn.LayerNorm(WIDTH, bias=False)
+        self.mlp_norm = nn.LayerNorm(WIDTH, bias=False)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        parts = self.qkv(self.before_attention(x_BTD)).split(WIDTH, dim=-1)
+        parts = self.qkv(self.attention_norm(x_BTD)).split(WIDTH, dim=-1)
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
         z_BHTE = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.out(z_BHTE.transpose(1, 2).flatten(2))
-        return x_BTD + self.down(F.gelu(self.up(self.before_mlp(x_BTD))))
+        return x_BTD + self.down(F.gelu(self.up(self.mlp_norm(x_BTD))))
 
 
 class Plain(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.embedding, self.position = nn.Embedding(vocabulary, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
+        self.position = nn.Embedding(CONTEXT, WIDTH)
         self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
         self.norm = nn.LayerNorm(WIDTH, bias=False)
         for name, p in self.named_parameters():
             if p.dim() > 1:
-                deep = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * LAYERS) if deep else 0.02)
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * LAYERS) if residual else 0.02)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         x_BTD = self.embedding(ids_BT) + self.position(torch.arange(ids_BT.shape[1]))
@@ -64,19 +73,21 @@ class Plain(nn.Module):
 
 
 def plain(text: str, steps: int) -> tuple[float, float]:
-    """Train a plain loop -> seconds per step, loss on the last tenth."""
-    number = {letter: index for index, letter in enumerate(sorted(set(text)))}
-    ids = torch.tensor([number[letter] for letter in text])
-    train, valid = ids[: len(ids) * 9 // 10], ids[len(ids) * 9 // 10 :]
+    """Train with a plain loop; seconds per step, and loss on the last tenth of the text."""
+    ids_by_letter = {letter: index for index, letter in enumerate(sorted(set(text)))}
+    ids = torch.tensor([ids_by_letter[letter] for letter in text])
+    train = ids[: len(ids) * 9 // 10]
+    valid = ids[len(ids) * 9 // 10 :]
     torch.manual_seed(1)
-    model = Plain(len(number))
-    matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99))
+    model = Plain(len(ids_by_letter))
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=MAX_RATE, betas=(0.9, 0.99))
     began = time.perf_counter()
     for step in range(steps):
-        done = max(0.0, (step - WARMUP) / max(1, steps - WARMUP))
-        rate = RATE * min(1.0, (step + 1) / WARMUP) if step < WARMUP else cosine(done)
+        progress = max(0.0, (step - WARMUP) / max(1, steps - WARMUP))
+        rate = MAX_RATE * min(1.0, (step + 1) / WARMUP) if step < WARMUP else cosine(progress)
         for group in optimizer.param_groups:
             group["lr"] = rate
         starts = torch.randint(len(train) - CONTEXT, (BATCH,))
@@ -91,13 +102,14 @@ def plain(text: str, steps: int) -> tuple[float, float]:
     return seconds, loss_on(valid, model.eval())
 
 
-def cosine(done: float) -> float:
-    return LEAST + 0.5 * (1 + math.cos(math.pi * done)) * (RATE - LEAST)
+def cosine(progress: float) -> float:
+    return MIN_RATE + 0.5 * (1 + math.cos(math.pi * progress)) * (MAX_RATE - MIN_RATE)
 
 
 def ours(path: Path, text: str, steps: int, work: Path) -> tuple[float, float]:
     """The same with `regard train`; seconds per step are from its log."""
-    train, valid = work / "train.txt", work / "valid.txt"
+    train = work / "train.txt"
+    valid = work / "valid.txt"
     cut = len(text) * 9 // 10
     train.write_text(text[:cut], encoding="utf-8")
     valid.write_text(text[cut:], encoding="utf-8")
@@ -107,26 +119,26 @@ def ours(path: Path, text: str, steps: int, work: Path) -> tuple[float, float]:
     rates = [event["examples_per_second"] for event in events if event["event"] == "train"]
     from regard.run import Run
 
-    trained = Run.load(path)
-    ids = torch.tensor(trained.codec.source.encode([text[cut:]])[0])
+    loaded = Run.load(path)
+    ids = torch.tensor(loaded.codec.source.encode([text[cut:]])[0])
     seconds = BATCH / statistics.harmonic_mean(rates[1:] or rates)
-    return seconds, loss_on(ids, lambda window: trained.model(window, None))
+    return seconds, loss_on(ids, lambda window: loaded.model(window, None))
 
 
 @torch.inference_mode()
 def loss_on(ids: Tensor, logits: Callable[[Tensor], Tensor]) -> float:
     count = (len(ids) - 1) // CONTEXT
-    given, labels = (ids[i : i + count * CONTEXT].view(count, CONTEXT) for i in (0, 1))
+    inputs, labels = (ids[i : i + count * CONTEXT].view(count, CONTEXT) for i in (0, 1))
     total = 0.0
-    for window, label in zip(given.split(64), labels.split(64), strict=True):
+    for window, label in zip(inputs.split(64), labels.split(64), strict=True):
         total += float(F.cross_entropy(logits(window).flatten(0, 1), label.flatten(), reduction="sum"))
     return total / labels.numel()
 
 
 def run(command: list[object]) -> None:
-    done = subprocess.run([sys.executable, "-m", "regard", *map(str, command)], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
+    process = subprocess.run([sys.executable, "-m", "regard", *map(str, command)], capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(process.stderr)
 
 
 def main() -> None:
@@ -143,10 +155,10 @@ def main() -> None:
             results["regard"].append(ours(Path(work) / f"run{turn}", text, arguments.steps, Path(work)))
             results["plain loop"].append(plain(text, arguments.steps))
     print(f"{arguments.steps} steps, median of {arguments.rounds}")
-    best = statistics.median(seconds for seconds, _ in results["regard"])
-    for name, measured in results.items():
-        seconds, loss = (statistics.median(column) for column in zip(*measured, strict=True))
-        speed = f"{1000 * seconds:7.1f} ms per step   regard is {seconds / best:.2f} times as fast"
+    regard_seconds = statistics.median(seconds for seconds, _ in results["regard"])
+    for name, rounds in results.items():
+        seconds, loss = (statistics.median(column) for column in zip(*rounds, strict=True))
+        speed = f"{1000 * seconds:7.1f} ms per step   speed-up of regard {seconds / regard_seconds:.2f}"
         print(f"{name:12} {speed}   loss {loss:.4f}")
 
 

@@ -3,10 +3,14 @@
     python bench/long.py
 
 Each contender trains a causal language model of the same shape on one sequence of random tokens, in a new process per
-length. Memory is the peak of the process minus its memory before the first step. Time is that of the fastest step
-after the first; work is its CPU time over all threads. `hashed` is LSH attention with reversible layers, `full` the
-same model with ordinary attention and residuals, and `peer` is ReformerModelWithLMHead of transformers with the
-settings of `hashed`.
+length:
+
+- `hashed`: LSH attention with reversible layers;
+- `full`: the same model with ordinary attention and residuals;
+- `peer`: ReformerModelWithLMHead of transformers with the settings of `hashed`.
+
+Memory is the peak of the process minus its memory before the first step. Time is that of the fastest step after the
+first; work is the CPU time of this step over all threads.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ import time
 from collections.abc import Callable
 
 SHAPE = {"layers": 4, "width": 256, "heads": 4, "ff": 1024}
-HASHES, CHUNK, VOCABULARY = 2, 64, 256
+HASHES = 2
+CHUNK = 64
+VOCABULARY = 256
 CONTENDERS = ("hashed", "full", "peer")
 
 
 def ours(length: int, hashed: bool) -> tuple[Callable[[], None], int]:
-    """Build a contender -> a training step, and the number of parameters."""
+    """A training step of regard, and the number of parameters."""
     import torch
 
     from regard.batch import Batch
@@ -53,6 +59,7 @@ def ours(length: int, hashed: bool) -> tuple[Callable[[], None], int]:
 
 
 def peer(length: int) -> tuple[Callable[[], None], int]:
+    """The same for transformers."""
     import torch
     from transformers import ReformerConfig, ReformerModelWithLMHead
 
@@ -85,15 +92,16 @@ def peer(length: int) -> tuple[Callable[[], None], int]:
 
 
 def measure(contender: str, length: int, steps: int) -> dict[str, float]:
-    """Memory and time of one contender, in a new process, because a process does not return all of its memory."""
+    """Memory and time of one contender. Needs a new process, because a process does not return all of its memory."""
     step, parameters = peer(length) if contender == "peer" else ours(length, contender == "hashed")
     with open("/proc/self/statm") as file:
         before = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     times = []
     for _ in range(steps):
-        began, worked = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu_began = time.process_time()
         step()
-        times.append((time.perf_counter() - began, time.process_time() - worked))
+        times.append((time.perf_counter() - began, time.process_time() - cpu_began))
     seconds, work = min(times[1:] or times)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"bytes": peak - before, "seconds": seconds, "work": work, "parameters": parameters}
@@ -105,7 +113,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--layers", type=int, default=SHAPE["layers"])
-    parser.add_argument("--threads", type=int, help="threads per process; on a busy machine, work varies least with 1")
+    parser.add_argument("--threads", type=int, help="threads per process; with 1, work varies least on a busy machine")
     parser.add_argument("--child", nargs=2, metavar=("CONTENDER", "LENGTH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     SHAPE["layers"] = arguments.layers
@@ -118,20 +126,21 @@ def main() -> None:
         print(json.dumps(measure(contender, int(length), arguments.steps)))
         return
     print("tokens  contender  parameters  memory MB  kB/token  time s  work s  memory:hashed  time:hashed  work:hashed")
-    # glibc keeps freed blocks of up to 32 MB. Return them at once, so that the peak is what a step needs.
+    # By default glibc keeps freed blocks of up to 32 MB, which would count as memory of a step.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     for length in arguments.lengths:
         results: dict[str, dict[str, float]] = {}
         for contender in arguments.contenders:
             command = [sys.executable, __file__, *sys.argv[1:], "--child", contender, str(length)]
             output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-            one = results[contender] = json.loads(output.splitlines()[-1])
-            against = results.get("hashed", one)
+            result = json.loads(output.splitlines()[-1])
+            results[contender] = result
+            hashed = results.get("hashed", result)
             print(
-                f"{length:7d}  {contender:9s}  {one['parameters']:10d}  {one['bytes'] / 2**20:9.0f}"
-                f"  {one['bytes'] / 1024 / length:9.1f}  {one['seconds']:6.2f}  {one['work']:6.2f}"
-                f"  {one['bytes'] / against['bytes']:13.2f}  {one['seconds'] / against['seconds']:11.2f}"
-                f"  {one['work'] / against['work']:11.2f}",
+                f"{length:7d}  {contender:9s}  {result['parameters']:10d}  {result['bytes'] / 2**20:9.0f}"
+                f"  {result['bytes'] / 1024 / length:9.1f}  {result['seconds']:6.2f}  {result['work']:6.2f}"
+                f"  {result['bytes'] / hashed['bytes']:13.2f}  {result['seconds'] / hashed['seconds']:11.2f}"
+                f"  {result['work'] / hashed['work']:11.2f}",
                 flush=True,
             )
 

@@ -1,15 +1,15 @@
 """The server under load: throughput compared with simple wrappers, overload, long runs, stalled clients, and SIGTERM.
 
     python bench/serve.py compare RUN --lines FILE     a FastAPI wrapper around CTranslate2, 1, 8 and 64 clients
-    python bench/serve.py fairness RUN --lines FILE    one line at a time, with and without requests of 1,000 lines
+    python bench/serve.py fairness RUN --lines FILE    single lines, with and without concurrent requests of 1,000 lines
     python bench/serve.py overload RUN --lines FILE    1,000 connections, ten times the capacity
     python bench/serve.py soak RUN --lines FILE        100,000 requests
     python bench/serve.py stop RUN --lines FILE        SIGTERM under load, 50 times
-    python bench/serve.py stalled RUN --lines FILE     500 stalled clients next to good ones
-    python bench/serve.py schema RUN --lines FILE      schemathesis: valid and invalid requests from the API description
+    python bench/serve.py stalled RUN --lines FILE     other clients while 500 clients are stalled
+    python bench/serve.py schema RUN --lines FILE      schemathesis: requests generated from the API description
 
-Everything runs on loopback. The figures are printed as one JSON object. Latency ends when the answer is in the client's
-socket; the time until the client reads it is `client_delay`.
+Everything runs on loopback. Each command prints one JSON object. Latency ends when the answer is in the client's
+socket; `client_delay` is the time from then until the client reads it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def process(command: list[str], port: int, path: str = "/health/ready") -> Itera
                 break
             except OSError:
                 if server.poll() is not None:
-                    raise SystemExit(f"{command[0]} ended") from None
+                    raise SystemExit(f"the server stopped at its start: {' '.join(command)}") from None
                 time.sleep(0.1)
         yield server
     finally:
@@ -61,8 +61,8 @@ def process(command: list[str], port: int, path: str = "/health/ready") -> Itera
 
 def regard(runs: list[str], port: int, *options: object) -> list[str]:
     """The command of a server; the name of its first run is `run`."""
-    named = [f"run={runs[0]}", *runs[1:]]
-    return [sys.executable, "-m", "regard", "serve", *named, "--port", str(port), *map(str, options)]
+    named_runs = [f"run={runs[0]}", *runs[1:]]
+    return [sys.executable, "-m", "regard", "serve", *named_runs, "--port", str(port), *map(str, options)]
 
 
 def free_port() -> int:
@@ -75,18 +75,19 @@ def show(name: str, **figures: object) -> None:
     print(json.dumps({"what": name, **figures}), flush=True)
 
 
-def middle(values: list[float]) -> dict[str, float]:
-    """The median and the range over several rounds."""
-    named = {"median": statistics.median(values), "least": min(values), "most": max(values)}
-    return {name: round(value, 3) for name, value in named.items()}
+def summary(values: list[float]) -> dict[str, float]:
+    """Median, minimum and maximum over several rounds."""
+    figures = {"median": statistics.median(values), "least": min(values), "most": max(values)}
+    return {name: round(value, 3) for name, value in figures.items()}
 
 
 def compare(options: argparse.Namespace, lines: list[str]) -> None:
-    """Throughput and latency compared with wrappers, in turn; each ratio is taken within a round."""
+    """Throughput and latency compared with wrappers. Servers take turns; each ratio is taken within a round."""
     ports = {name: free_port() for name in (OURS, "wrapper", "one at a time")}
     ours = regard(options.runs, ports[OURS], "--engine", "ctranslate2", "--precision", "int8", "--beam", options.beam)
     wrapper = [sys.executable, str(FOLDER / "serve_wrapper.py"), options.runs[0], str(options.beam)]
-    names, found = list(ports), {}
+    names = list(ports)
+    results = {}
     with (
         process(ours, ports[OURS]),
         process([*wrapper, str(ports["wrapper"]), "plain"], ports["wrapper"], "/openapi.json"),
@@ -104,54 +105,57 @@ def compare(options: argparse.Namespace, lines: list[str]) -> None:
                     clients, turn + 1, {name: rows[-1]["per_second"] for name, rows in rounds.items()}, file=sys.stderr
                 )
             rates = {name: [float(str(row["per_second"])) for row in rows] for name, rows in rounds.items()}
-            found[clients] = {
+            results[clients] = {
                 name: {
                     **{key: statistics.median(float(str(row[key])) for row in rows) for key in FIGURES},
                     "client_delay_p99_ms": statistics.median(row["client_delay"]["p99_ms"] for row in rows),  # type: ignore[index]
                     "statuses": counts(sum((Counter(row["statuses"]) for row in rows), Counter())),  # type: ignore[call-overload]
-                    "ours_over_it": middle([a / b for a, b in zip(rates[OURS], rates[name], strict=True)]),
+                    "ours_over_it": summary([a / b for a, b in zip(rates[OURS], rates[name], strict=True)]),
                 }
                 for name, rows in rounds.items()
             }
-    show("compare", rounds=options.rounds, seconds=options.seconds, beam=options.beam, clients=found)
+    show("compare", rounds=options.rounds, seconds=options.seconds, beam=options.beam, clients=results)
 
 
 def fairness(options: argparse.Namespace, lines: list[str]) -> None:
-    """Latency of one line at a time, with and without concurrent requests of 1,000 lines."""
+    """Latency of single lines, with and without concurrent requests of 1,000 lines."""
     port = free_port()
 
-    def measure(beside: bool) -> list[float]:
-        load, bulk = Load(port, lines), Load(port, lines, (lines * 1000)[:1000])
-        other = bulk.start(1, seconds=options.seconds + 1) if beside else None
+    def measure(with_bulk: bool) -> dict[str, float]:
+        load = Load(port, lines)
+        bulk = Load(port, lines, (lines * 1000)[:1000])
+        running = bulk.start(1, seconds=options.seconds + 1) if with_bulk else None
         time.sleep(0.5)
         load.run(1, seconds=options.seconds)
-        if other is not None:
-            other.result()
+        if running is not None:
+            running.result()
         assert set(load.statuses) == {200} and set(bulk.statuses) <= {200}, (load.statuses, bulk.statuses)
-        return load.seconds
+        return quantiles(load.seconds)
 
     rows = []
-    # 1,000 lines may take longer than the default deadline
+    # With the default deadline, 1,000 lines could expire.
     with process(regard(options.runs, port, "--beam", options.beam, "--deadline", 600), port):
         for _ in range(options.rounds):
-            alone, beside = quantiles(measure(False)), quantiles(measure(True))
-            rows.append({"alone": alone, "beside_1000": beside, "p99_ratio": beside["p99_ms"] / alone["p99_ms"]})
-    show("fairness", p99_ratio=middle([float(row["p99_ratio"]) for row in rows]), rounds=rows)  # type: ignore[arg-type]
+            without = measure(with_bulk=False)
+            during = measure(with_bulk=True)
+            rows.append({"without": without, "during": during, "p99_ratio": during["p99_ms"] / without["p99_ms"]})
+    show("fairness", p99_ratio=summary([float(row["p99_ratio"]) for row in rows]), rounds=rows)  # type: ignore[arg-type]
 
 
 def memory(pid: int) -> dict[int, int]:
-    """Kilobytes of a process and each of its children; shared memory is divided among them."""
-    pids, used = [pid], {}
+    """Kilobytes of a process and of each of its descendants; shared memory is divided among them."""
+    pids = [pid]
+    kilobytes = {}
     while pids:
         each = pids.pop()
         try:
             rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
-            used[each] = next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+            kilobytes[each] = next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
             for task in Path(f"/proc/{each}/task").iterdir():
                 pids += [int(child) for child in (task / "children").read_text().split()]
         except OSError:
             continue
-    return used
+    return kilobytes
 
 
 def growth(before: dict[int, int], after: dict[int, int]) -> dict[str, object]:
@@ -161,10 +165,10 @@ def growth(before: dict[int, int], after: dict[int, int]) -> dict[str, object]:
 
 
 def overload(options: argparse.Namespace, lines: list[str]) -> None:
-    """More clients than the server can answer: each request is answered once, and memory does not grow.
+    """More requests than the server can process: each is answered or refused once, and memory does not grow.
 
-    The clients together send requests at `--times` the capacity of the server, whatever the answers are. Memory is
-    compared between a quarter of the time, when buffers and batches have reached their size, and the end.
+    The clients together send requests at `--times` the capacity of the server, independent of the answers. Memory at
+    the end is compared with memory after a quarter of the time, when buffers and batches have reached their size.
     """
     port = free_port()
     with process(regard(options.runs, port, "--beam", options.beam, "--queue", options.queue), port) as server:
@@ -173,48 +177,49 @@ def overload(options: argparse.Namespace, lines: list[str]) -> None:
         rate = float(str(capacity["per_second"]))
         load = Load(port, lines)
         running = load.start(options.clients, seconds=options.seconds, rate=options.times * rate)
-        used = []
+        measurements = []
         for part in (0.25, 0.74):
             time.sleep(part * options.seconds)
-            used.append(memory(server.pid))
-        took = running.result()
-        asked = round(sum(load.statuses.values()) / took / rate, 1)
-        figures = {"refused": quantiles(load.refused), **growth(*used)}
-        show("overload", capacity=capacity, times_capacity=asked, **load.report(took), **figures)
+            measurements.append(memory(server.pid))
+        duration = running.result()
+        times_capacity = round(sum(load.statuses.values()) / duration / rate, 1)
+        figures = {"refused": quantiles(load.refused), **growth(*measurements)}
+        show("overload", capacity=capacity, times_capacity=times_capacity, **load.report(duration), **figures)
 
 
 def soak(options: argparse.Namespace, lines: list[str]) -> None:
-    """Many requests without an error."""
+    """Statuses, latency and memory growth over many requests."""
     port = free_port()
     engine = ["--engine", "ctranslate2", "--precision", "int8"]
     with process(regard(options.runs, port, "--beam", options.beam, *engine), port) as server:
         Load(port, lines).run(16, requests=min(2000, options.requests))
         before = memory(server.pid)
         load = Load(port, lines)
-        took = load.run(16, requests=options.requests)
+        duration = load.run(16, requests=options.requests)
         figures = growth(before, memory(server.pid))
-        show("soak", requests=options.requests, minutes=round(took / 60, 1), **load.report(took), **figures)
+        show("soak", requests=options.requests, minutes=round(duration / 60, 1), **load.report(duration), **figures)
 
 
 def stop(options: argparse.Namespace, lines: list[str]) -> None:
-    """SIGTERM under load: every request that was sent before the signal is answered.
+    """SIGTERM under load: every request that was sent before the signal must be answered.
 
-    Later requests may be lost (`lost_after`): the server resets connections that arrive while its listener closes.
+    Later requests may be lost (`lost_after`), because connections that arrive while the listener closes are reset.
     """
     statuses = Counter[object]()
     codes = Counter[int]()
     lost = 0
     for _ in range(options.rounds):
-        port, ended = free_port(), threading.Event()
+        port = free_port()
+        stop_clients = threading.Event()
         with process(regard(options.runs, port, "--beam", options.beam), port) as server:
             load = Load(port, lines)
-            running = load.start(32, seconds=60, ended=ended)
+            running = load.start(32, seconds=60, stop=stop_clients)
             time.sleep(1.0)
             terminated = time.time()
             server.send_signal(signal.SIGTERM)
             server.wait()
-            time.sleep(0.2)  # until clients notice that their connections have ended
-            ended.set()
+            time.sleep(0.2)  # the clients must notice the closed connections
+            stop_clients.set()
             running.result()
         statuses += load.statuses
         lost += sum(sent < terminated for sent in load.lost)
@@ -231,63 +236,68 @@ STALLS = {  # name -> (data sent first, data sent every half second)
     "half a header": (HEAD + b"X-A: b", b""),
     "trickled header": (HEAD + b"X-A: b", b"b"),
     "trickled body": (HEAD + b"Content-Length: 1000\r\n\r\n{", b" "),
-    "slow reader": (b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000, b""),  # more than fits into buffers
+    "slow reader": (b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000, b""),  # more than the socket buffers hold
 }
 
 
 def stall(port: int, clients: int) -> dict[str, float]:
-    """Run stalled clients -> seconds until the server closed the last connection of each kind."""
-    closed: dict[str, list[float]] = {kind: [] for kind in STALLS}
-    held: set[int] = set()  # ports of clients with an open connection
+    """Run stalled clients; seconds until the server closed the last connection of each kind."""
+    durations: dict[str, list[float]] = {kind: [] for kind in STALLS}
+    open_ports: set[int] = set()  # client ports of open connections
 
     async def watch() -> None:
-        """Read the connection table of the kernel: a client with unread data does not notice a closed connection."""
+        """Poll the kernel's connection table, because a client with unread data does not notice a closed connection."""
         while True:
             rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-            ours = [row for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01" and row[9] != "0"]
-            held.clear()
-            held.update(int(row[2].rpartition(":")[2], 16) for row in ours)
+            established = [r for r in rows if r[1].endswith(f":{port:04X}") and r[3] == "01" and r[9] != "0"]
+            open_ports.clear()
+            open_ports.update(int(row[2].rpartition(":")[2], 16) for row in established)
             await asyncio.sleep(0.5)
 
     async def client(kind: str) -> None:
-        first, then = STALLS[kind]
+        first_data, repeated_data = STALLS[kind]
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.setblocking(False)
-        loop, began = asyncio.get_running_loop(), time.perf_counter()
+        loop = asyncio.get_running_loop()
+        began = time.perf_counter()
         with connection, suppress(OSError):
             await loop.sock_connect(connection, ("127.0.0.1", port))
-            await loop.sock_sendall(connection, first)
+            await loop.sock_sendall(connection, first_data)
             while time.perf_counter() - began < 60:
                 await asyncio.sleep(0.5)
-                if then:
-                    await loop.sock_sendall(connection, then)
-                if time.perf_counter() - began > 2 and connection.getsockname()[1] not in held:
+                if repeated_data:
+                    await loop.sock_sendall(connection, repeated_data)
+                if time.perf_counter() - began > 2 and connection.getsockname()[1] not in open_ports:
                     break
-        closed[kind].append(time.perf_counter() - began)
+        durations[kind].append(time.perf_counter() - began)
 
-    async def all_of_them() -> None:
-        watching = asyncio.create_task(watch())
+    async def run_clients() -> None:
+        watcher = asyncio.create_task(watch())
         await asyncio.gather(*(client(kind) for kind in STALLS for _ in range(clients // len(STALLS))))
-        watching.cancel()
+        watcher.cancel()
 
-    asyncio.run(all_of_them())
-    return {kind: round(max(seconds), 1) for kind, seconds in closed.items()}
+    asyncio.run(run_clients())
+    return {kind: round(max(seconds), 1) for kind, seconds in durations.items()}
 
 
 def stalled(options: argparse.Namespace, lines: list[str]) -> None:
-    """Stalled clients (nothing sent, half a header, header or body byte by byte, no reading) next to good ones."""
+    """Latency of ordinary clients before and while other clients are stalled, by every kind of STALLS."""
     port = free_port()
-    patience = ["--receive", options.timeout, "--send", options.timeout] if options.timeout else []
-    with process(regard(options.runs, port, "--beam", options.beam, *patience), port), ProcessPoolExecutor(1) as other:
-        alone, beside = Load(port, lines), Load(port, lines)
-        alone.run(2, seconds=options.seconds)
-        stalls = other.submit(stall, port, options.clients)
+    timeouts = ["--receive", options.timeout, "--send", options.timeout] if options.timeout else []
+    with (
+        process(regard(options.runs, port, "--beam", options.beam, *timeouts), port),
+        ProcessPoolExecutor(1) as executor,
+    ):
+        before = Load(port, lines)
+        during = Load(port, lines)
+        before.run(2, seconds=options.seconds)
+        stalls = executor.submit(stall, port, options.clients)
         time.sleep(0.5)
-        beside.run(2, seconds=options.seconds)
-        figures = {"alone": quantiles(alone.seconds), "beside": quantiles(beside.seconds)}
-        ratio = round(figures["beside"]["p99_ms"] / figures["alone"]["p99_ms"], 2)
-        statuses = counts(alone.statuses + beside.statuses)
+        during.run(2, seconds=options.seconds)
+        figures = {"before": quantiles(before.seconds), "during": quantiles(during.seconds)}
+        ratio = round(figures["during"]["p99_ms"] / figures["before"]["p99_ms"], 2)
+        statuses = counts(before.statuses + during.statuses)
         show(
             "stalled", clients=options.clients, closed_within_s=stalls.result(), **figures, p99_ratio=ratio,
             statuses=statuses,
@@ -301,9 +311,9 @@ expected-statuses = [400, 401, 403, 404, 408, 413, 415, 422, 429]
 
 
 def schema(options: argparse.Namespace, lines: list[str]) -> None:
-    """Valid and invalid requests from the API description: no server error, and no invalid request accepted.
+    """Valid and invalid requests from the API description: no server error, and no invalid request is accepted.
 
-    A request may be refused for its size (413) before it is validated.
+    A request may be refused because of its size (413) before it is validated.
     """
     port = free_port()
     with (
@@ -318,14 +328,21 @@ def schema(options: argparse.Namespace, lines: list[str]) -> None:
         command += ["--mode", "all", "--checks", checks, "--phases", options.phases]
         command += [part for path in options.path or () for part in ("--include-path", path)]
         began = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, stdout=sys.stderr)  # for its files
+        # schemathesis writes files into its working directory.
+        process_result = subprocess.run(command, cwd=folder, stdout=sys.stderr)
         minutes = round((time.perf_counter() - began) / 60, 1)
-        show("schema", examples=options.requests, paths=options.path, minutes=minutes, exit_code=done.returncode)
+        show(
+            "schema",
+            examples=options.requests,
+            paths=options.path,
+            minutes=minutes,
+            exit_code=process_result.returncode,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("compare", "fairness", "overload", "soak", "stop", "stalled", "schema"))
+    parser.add_argument("command", choices=("compare", "fairness", "overload", "soak", "stop", "stalled", "schema"))
     parser.add_argument("runs", nargs="+", metavar="RUN", help="one run; schema accepts more, as NAME=DIRECTORY")
     parser.add_argument("--lines", required=True, help="sources, one per line")
     parser.add_argument("--beam", type=int, default=1)
@@ -335,8 +352,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, help="default: 1000 for overload, 500 for stalled")
     parser.add_argument("--queue", type=int, default=20_000, help="overload: --queue of the server")
     parser.add_argument("--timeout", type=float, help="stalled: --receive and --send of the server")
-    parser.add_argument("--path", action="append", help="schema: an operation; repeatable; default: all")
-    parser.add_argument("--phases", default="coverage,fuzzing", help="schema: its phases")
+    parser.add_argument("--path", action="append", help="schema: an operation to test; repeatable; default: all")
+    parser.add_argument(
+        "--phases", default="coverage,fuzzing", help="schema: phases of schemathesis (default: %(default)s)"
+    )
     parser.add_argument(
         "--clients-of-compare",
         default="1,8,64",
@@ -347,9 +366,9 @@ def main() -> None:
         "--times", type=float, default=10, help="overload: rate of requests, in multiples of the capacity"
     )
     options = parser.parse_args()
-    options.clients = options.clients or (1000 if options.what == "overload" else 500)
+    options.clients = options.clients or (1000 if options.command == "overload" else 500)
     lines = [line for line in Path(options.lines).read_text("utf-8").split("\n") if line.strip()]
-    globals()[options.what](options, lines)
+    globals()[options.command](options, lines)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Clients for bench/serve.py: each sends one request after the other over a persistent connection.
 
-The clients are Python programs on the same cores as the server, so their own time must not count as latency. An answer
-counts as received when the kernel puts it into the socket (SO_TIMESTAMPNS); the time until the client reads it is
-reported separately, as `client_delay`. This requires plain sockets and epoll, which cost a tenth of an HTTP library.
+The clients are Python code on the same cores as the server, so their own time must not count as latency. Latency ends
+when the kernel puts the answer into the socket (SO_TIMESTAMPNS); the time until the client reads it is reported
+separately, as `client_delay`. This needs plain sockets and epoll, which cost a tenth of the time of an HTTP library.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-SO_TIMESTAMPNS = 35  # of Linux; missing in the socket module
+SO_TIMESTAMPNS = 35  # a Linux constant that the socket module lacks
 TIMESPEC = struct.Struct("qq")
 CLIENT_TIMEOUT = 120.0  # seconds
-RETRY_SECONDS = 0.05  # after a refusal
+RETRY_SECONDS = 0.05  # pause of a client after a refusal
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
     """The median, the 99th percentile and the maximum, in milliseconds."""
     ordered = sorted(seconds) or [float("nan")]
     last = len(ordered) - 1
-    named = {"p50_ms": ordered[(last + 1) // 2], "p99_ms": ordered[min(last, int(0.99 * len(ordered)))]}
-    return {name: round(1000 * value, 2) for name, value in (named | {"max_ms": ordered[-1]}).items()}
+    figures = {"p50_ms": ordered[(last + 1) // 2], "p99_ms": ordered[min(last, int(0.99 * len(ordered)))]}
+    return {name: round(1000 * value, 2) for name, value in (figures | {"max_ms": ordered[-1]}).items()}
 
 
 class Client:
@@ -60,7 +60,7 @@ class Client:
         return True
 
     def receive(self) -> int | None:
-        """The status of the answer, or None while it is incomplete; a ConnectionError if the server has closed."""
+        """The status of the answer, or None while it is incomplete; ConnectionError if the server has closed."""
         assert self.socket is not None
         data, extra, _, _ = self.socket.recvmsg(1 << 18, 64, socket.MSG_DONTWAIT)
         if not data:
@@ -92,17 +92,17 @@ class Load:
     """Clients that send one request after the other, and the results."""
 
     def __init__(self, port: int, lines: list[str], many: list[str] | None = None) -> None:
-        """With `many`, every request has all these lines, otherwise one of `lines`."""
+        """With `many`, every request has all of these lines, otherwise one line of `lines`."""
         self.port = port
         self.requests = [_request(line) for line in lines] if many is None else [_request(many)]
         self.statuses: Counter[object] = Counter()
         self.seconds: list[float] = []  # latencies of answers
         self.refused: list[float] = []  # latencies of refusals
-        self.delays: list[float] = []  # until the client read the answer
-        self.lost: list[float] = []  # times when requests were sent that got no complete answer
+        self.delays: list[float] = []  # from the arrival of an answer until the client read it
+        self.lost: list[float] = []  # send times of requests without a complete answer
 
     def start(self, clients: int, **limits: Any) -> Future[float]:
-        """`run` in a new thread."""
+        """Call `run` in a new thread."""
         return ThreadPoolExecutor(1).submit(self.run, clients, **limits)
 
     def run(
@@ -111,20 +111,22 @@ class Load:
         seconds: float = 1e9,
         requests: int = 10**12,
         rate: float = 1e9,
-        ended: threading.Event | None = None,
+        stop: threading.Event | None = None,
     ) -> float:
-        """Send requests for a time, or a number of requests -> the duration in seconds.
+        """Send requests for `seconds` or until `requests` are sent, and return the duration in seconds.
 
-        All clients together send at most `rate` requests per second; without it each client sends its next request as
-        soon as it has an answer. Once `ended` is set, pending answers are not awaited.
+        All clients together send at most `rate` requests per second. By default each client sends its next request as
+        soon as it has an answer. Once `stop` is set, pending answers are not awaited.
         """
         began = due = time.perf_counter()
         order = count()
-        idle = [(began, next(order), Client(self.port, i)) for i in range(clients)]  # by the time of their next request
+        idle = [
+            (began, next(order), Client(self.port, i)) for i in range(clients)
+        ]  # ordered by the time of their next request
         clients_by_socket: dict[int, Client] = {}
         pending: set[int] = set()  # sockets with a request
         poll = select.epoll()
-        while not (ended is not None and ended.is_set()):
+        while not (stop is not None and stop.is_set()):
             now = time.perf_counter()
             over = now - began >= seconds or not requests
             if over and not pending:
@@ -160,7 +162,7 @@ class Load:
         try:
             sent = client.send(client.draw.choice(self.requests))
         except OSError:
-            sent = True  # the connection is broken: `_receive` reads the rest, or its end
+            sent = True  # `_receive` handles the broken connection
         if not sent:
             self.statuses["refused connection"] += 1
         return sent
@@ -179,10 +181,10 @@ class Load:
                 self.delays.append(max(0.0, time.time() - client.received))
         return status
 
-    def report(self, took: float) -> dict[str, object]:
+    def report(self, duration: float) -> dict[str, object]:
         """Answers per second, latencies, delays of the clients, and counts by status."""
         return {
-            "per_second": round(self.statuses[200] / took, 1),
+            "per_second": round(self.statuses[200] / duration, 1),
             **quantiles(self.seconds),
             "client_delay": quantiles(self.delays),
             "statuses": counts(self.statuses),
@@ -194,7 +196,7 @@ def counts(statuses: Counter[object]) -> dict[str, int]:
     return {str(key): count for key, count in sorted(statuses.items(), key=str) if count}
 
 
-def _request(what: object) -> bytes:
-    body = json.dumps({"q": what}).encode()
+def _request(text: object) -> bytes:
+    body = json.dumps({"q": text}).encode()
     head = "POST /translate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body

@@ -2,10 +2,10 @@
 
     python bench/training.py --source train.de.gz --target train.en.gz --size tiny
 
-Model size, corpus, tokens per batch, dropout (0.1) and label smoothing (0.1) are the same for all. The rates count real
-tokens of both sides per second, without padding. Contenders take turns, in separate processes; the figures are medians.
-`plain` and `marian` run as usual: one process, all threads, shuffled examples up to the token budget. The `+buckets`
-contenders get the batches of regard, which shows the effect of batching.
+Model size, corpus, tokens per batch, dropout (0.1) and label smoothing (0.1) are the same for all contenders. The
+rates are tokens of both sides per second, without padding. Contenders take turns, in separate processes; the figures
+are medians. `plain` and `marian` are typical loops: one process, all threads, and batches of shuffled examples up to
+the token budget. `plain+buckets` and `marian+buckets` use the batches of regard, which shows the effect of batching.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def recipe(arguments: argparse.Namespace, steps: int):
 
 
 def ours(arguments: argparse.Namespace) -> float:
-    """Real tokens per second of a whole `fit`, from its log, without the first quarter."""
+    """Tokens per second of a whole `fit`, from its log, without the first quarter."""
     from regard.training.fit import fit
     from regard.training.report import Reporter
 
@@ -74,23 +74,26 @@ def peer_batches(arguments: argparse.Namespace, buckets: bool) -> Iterator[tuple
     with tempfile.TemporaryDirectory() as out:
         corpus = prepare(recipe(arguments, 1), Path(out)).train
         if buckets:
-            cut = list(Batches(corpus.source_lengths, corpus.target_lengths, 1, 0, arguments.batch_tokens, None))
+            batches = list(Batches(corpus.source_lengths, corpus.target_lengths, 1, 0, arguments.batch_tokens, None))
         else:
             every = np.arange(len(corpus))
             longest = np.maximum(corpus.source_lengths[every], corpus.target_lengths[every])
-            cut, rows, widest = [], [], 0
+            batches = []
+            rows: list[int] = []
+            widest = 0
             for index in np.random.default_rng(1).permutation(len(corpus)):
                 widest = max(widest, int(longest[index]))
                 if rows and widest * (len(rows) + 1) > arguments.batch_tokens:
-                    cut.append(rows)
-                    rows, widest = [], int(longest[index])
+                    batches.append(rows)
+                    rows = []
+                    widest = int(longest[index])
                 rows.append(int(index))
-        for rows in cut:
+        for rows in batches:
             yield [corpus.source(i).tolist() for i in rows], [corpus.target(i).tolist() for i in rows]
 
 
 def peer(arguments: argparse.Namespace, name: str, buckets: bool) -> float:
-    """Real tokens per second of a plain loop."""
+    """Tokens per second of a typical loop."""
     import torch
     from torch import nn
 
@@ -99,26 +102,28 @@ def peer(arguments: argparse.Namespace, name: str, buckets: bool) -> float:
     model: nn.Module = loss_of.model  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.98))
     model.train()
-    tokens, seconds, warm = 0, 0.0, arguments.steps // 4
+    tokens = 0
+    seconds = 0.0
+    warmup = arguments.steps // 4
     for step, (sources, targets) in enumerate(peer_batches(arguments, buckets)):
         if step == arguments.steps:
             break
         began = time.perf_counter()
-        source = padded(sources)
-        label = padded(targets)
-        given = torch.cat((torch.full((len(label), 1), 2), label[:, :-1]), dim=1)
-        loss = loss_of(source, given, label)
+        source = pad(sources)
+        label = pad(targets)
+        shifted = torch.cat((torch.full((len(label), 1), 2), label[:, :-1]), dim=1)
+        loss = loss_of(source, shifted, label)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step >= warm:
+        if step >= warmup:
             seconds += time.perf_counter() - began
             tokens += sum(map(len, sources)) + sum(map(len, targets))
     return tokens / seconds
 
 
-def padded(rows: list[list[int]]):
+def pad(rows: list[list[int]]):
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -136,23 +141,27 @@ def plain(size: dict[str, int]) -> Callable:
         def __init__(self) -> None:
             super().__init__()
             width = size["width"]
-            self.source, self.target = nn.Embedding(VOCABULARY, width), nn.Embedding(VOCABULARY, width)
+            self.source = nn.Embedding(VOCABULARY, width)
+            self.target = nn.Embedding(VOCABULARY, width)
             self.core = nn.Transformer(
                 width, size["heads"], size["layers"], size["layers"], size["ff"], 0.1, batch_first=True
             )
-            self.dropout, self.output = nn.Dropout(0.1), nn.Linear(width, VOCABULARY, bias=False)
-            self.scale, self.table = width**0.5, sinusoid(torch.arange(512), width)
+            self.dropout = nn.Dropout(0.1)
+            self.output = nn.Linear(width, VOCABULARY, bias=False)
+            self.scale = width**0.5
+            self.table = sinusoid(torch.arange(512), width)
 
         def embed(self, table, ids):
             return self.dropout(table(ids) * self.scale + self.table[: ids.shape[1]])
 
-        def forward(self, source, given):
-            padding, length = source == 0, given.shape[1]
-            ahead = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
+        def forward(self, source, shifted):
+            padding = source == 0
+            length = shifted.shape[1]
+            future = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
             hidden = self.core(
                 self.embed(self.source, source),
-                self.embed(self.target, given),
-                tgt_mask=ahead,
+                self.embed(self.target, shifted),
+                tgt_mask=future,
                 tgt_is_causal=True,
                 src_key_padding_mask=padding,
                 memory_key_padding_mask=padding,
@@ -161,8 +170,8 @@ def plain(size: dict[str, int]) -> Callable:
 
     model = Plain()
 
-    def loss(source, given, label):
-        logits = model(source, given).flatten(0, 1)
+    def loss(source, shifted, label):
+        logits = model(source, shifted).flatten(0, 1)
         return nn.functional.cross_entropy(logits, label.flatten(), ignore_index=0, label_smoothing=0.1)
 
     loss.model = model  # type: ignore[attr-defined]
@@ -199,8 +208,8 @@ def marian(size: dict[str, int]) -> Callable:
         )
     )
 
-    def loss(source, given, label):
-        logits = model(input_ids=source, attention_mask=(source != 0).long(), decoder_input_ids=given).logits
+    def loss(source, shifted, label):
+        logits = model(input_ids=source, attention_mask=(source != 0).long(), decoder_input_ids=shifted).logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=0, label_smoothing=0.1)
 
     loss.model = model  # type: ignore[attr-defined]
@@ -225,13 +234,13 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name in CONTENDERS:
             command = [sys.executable, __file__, *sys.argv[1:], "--contender", name]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            rates[name].append(float(done.stdout.split()[-1]))
-    print(f"{arguments.size}: real tokens per second, median of {arguments.rounds} rounds of {arguments.steps} steps")
-    best = statistics.median(rates["regard"])
+            process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            rates[name].append(float(process.stdout.split()[-1]))
+    print(f"{arguments.size}: tokens per second, median of {arguments.rounds} rounds of {arguments.steps} steps")
+    regard_rate = statistics.median(rates["regard"])
     for name, values in rates.items():
         rate = statistics.median(values)
-        print(f"{name:16} {rate:10,.0f}   regard is {best / rate:.2f} times as fast")
+        print(f"{name:16} {rate:10,.0f}   speed-up of regard {regard_rate / rate:.2f}")
 
 
 if __name__ == "__main__":

@@ -218,12 +218,14 @@ def test_commands_that_install_extras_work_in_a_clone():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")]
     assert not [file for file in (*files, *ROOT.glob("src/**/*.py")) if "regard[" in file.read_text(encoding="utf-8")]
-    named = {extra for file in files for extra in re.findall(r"'\.\[([a-z0-9,]+)\]'", file.read_text(encoding="utf-8"))}
+    extras_in_use = {
+        extra for file in files for extra in re.findall(r"'\.\[([a-z0-9,]+)\]'", file.read_text(encoding="utf-8"))
+    }
     for file in ROOT.glob("src/**/*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("missing_extra", "install"):
-                named |= {node.args[-1].value} if isinstance(node.args[-1], ast.Constant) else set()
-    assert named == set(extras)
+                extras_in_use |= {node.args[-1].value} if isinstance(node.args[-1], ast.Constant) else set()
+    assert extras_in_use == set(extras)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def check(bases: list[Path], directory: Path, cases: range) -> None:
     assert counts["refused"] > len(cases) / 2
 
 
-def test_the_child_reports_faults() -> None:
+def test_faults_of_a_child_process_are_reported() -> None:
     """Aborts, tracebacks, memory and time are observed from the parent."""
     assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)).kind == "killed"
     assert in_child(lambda: 1 / 0).kind == "error"

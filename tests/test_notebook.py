@@ -85,7 +85,7 @@ def test_html_escapes_text(result):
 
 
 @pytest.mark.parametrize("result", RESULTS[:-3], ids=lambda result: type(result).__name__)
-def test_a_repr_fits_a_line(result):
+def test_repr_fits_one_line(result):
     assert len(repr(result)) < 200 and "\n" not in repr(result) and "array(" not in repr(result)
     assert repr(result).startswith(type(result).__name__)
 

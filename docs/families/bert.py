@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-EPS = 1e-12  # of every norm
+EPS = 1e-12  # epsilon of every norm
 
 
 class Attention(nn.Module):
@@ -98,7 +98,7 @@ class BERT(nn.Module):
         return self.pooler(self.encode(ids, keep, types)[:, 0]).tanh()
 
 
-NAMES = {  # regard's: this file's
+NAMES = {  # regard's name: name in this file
     "source_embedding": "embedding",
     "token_type_embedding": "token_type",
     "encoder.position.table": "position",

@@ -92,7 +92,7 @@ class GPT2(nn.Module):
         return ids
 
 
-NAMES = {  # regard's: this file's
+NAMES = {  # regard's name: name in this file
     "target_embedding": "embedding",
     "decoder.position.table": "position",
     "decoder.norm": "norm",

@@ -123,7 +123,7 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
-NAMES = {  # regard's: this file's
+NAMES = {  # regard's name: name in this file
     "target_embedding": "embedding",
     "decoder.norm": "norm",
     "decoder.blocks": "layers",

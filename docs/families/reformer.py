@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-EPS = 1e-12  # of every norm
+EPS = 1e-12  # epsilon of every norm
 
 
 class HashedAttention(nn.Module):
@@ -121,7 +121,7 @@ class Reformer(nn.Module):
         return self.output(self.norm(torch.cat((one, two), dim=-1)))
 
 
-NAMES = {  # regard's: this file's
+NAMES = {  # regard's name: name in this file
     "target_embedding": "embedding",
     "decoder.position.": "",
     "decoder.norm": "norm",

@@ -122,7 +122,7 @@ class Luong(nn.Module):
 def load(model: Bahdanau | Luong, weights: dict[str, Tensor]) -> None:
     """Load the weights of regard's preset; every name must have a counterpart."""
     one = isinstance(model, Bahdanau)
-    names = {  # regard's: this file's
+    names = {  # regard's name: name in this file
         "source_embedding": "source",
         "target_embedding": "target",
         "encoder.blocks": "encoder.layers",

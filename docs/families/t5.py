@@ -138,7 +138,7 @@ class T5(nn.Module):
         return y @ self.embedding.weight.T
 
 
-NAMES = {  # regard's: this file's
+NAMES = {  # regard's name: name in this file
     "source_embedding": "embedding",
     ".blocks": ".layers",
     "feed_forward.": "",

@@ -110,7 +110,7 @@ class Transformer(nn.Module):
         return self.embedding(ids) * math.sqrt(width) + sinusoid
 
 
-NAMES = {  # regard's: this file's
+NAMES = {  # regard's name: name in this file
     "source_embedding": "embedding",
     ".blocks": "",
     "_residual.norm": "_norm",

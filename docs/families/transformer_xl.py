@@ -93,16 +93,16 @@ class TransformerXL(nn.Module):
         """
         x = self.embedding(ids) * math.sqrt(self.embedding.embedding_dim)
         memories = memories or [x[:, :0]] * len(self.layers)
-        kept = []
+        new_memory = []
         for layer, memory in zip(self.layers, memories, strict=True):
             # The input of the layer is kept, and the next segment computes keys and values of it. Gradients stop here,
             # or training would go back to the beginning of the text.
-            kept.append(torch.cat((memory, x), dim=1)[:, -self.memory :].detach())
+            new_memory.append(torch.cat((memory, x), dim=1)[:, -self.memory :].detach())
             x = layer(x, memory)
-        return x @ self.embedding.weight.T, kept
+        return x @ self.embedding.weight.T, new_memory
 
 
-NAMES = {  # regard's: this file's
+NAMES = {  # regard's name: name in this file
     "target_embedding": "embedding",
     "decoder.blocks": "layers",
     "relative.content": "u",

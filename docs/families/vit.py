@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-EPS = 1e-12  # of every norm
+EPS = 1e-12  # epsilon of every norm
 
 
 class Attention(nn.Module):
@@ -86,7 +86,7 @@ class ViT(nn.Module):
         return self.output(self.norm(x)[:, 0])
 
 
-NAMES = {  # regard's: this file's
+NAMES = {  # regard's name: name in this file
     "image.project": "patch",
     "image.first": "class_token",
     "encoder.position.table": "position",

@@ -1,9 +1,9 @@
 """Draw the packages of regard and the imports between them: python docs/pictures/architecture.py
 
 Writes architecture.svg next to this file. The layers come from tests/test_policy.py, everything else from the imports,
-lazy ones included. Only the standard library is used, and the same source always gives the same bytes. Arrows that
-follow from two others are left out for readability; the tooltip of a box lists all its imports. Two packages of one
-layer whose modules import each other are joined by an arrow with two tips.
+lazy ones included. Only the standard library is used, and the same source always gives the same bytes. Transitive
+imports have no arrow; the tooltip of a box lists all its imports. An arrow with two tips joins two packages of one
+layer whose modules import each other.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ OUT = Path(__file__).with_suffix(".svg")
 
 # All lengths are in pixels.
 MARGIN = 16  # around the drawing
-LABEL_WIDTH = 34  # of the layer number on the left
-CHAR_WIDTH = 6.05  # of the small monospaced text
+LABEL_WIDTH = 34  # column of layer numbers on the left
+CHAR_WIDTH = 6.05  # a character of the small monospaced text
 LINE_HEIGHT = 14
 BOX_GAP = 14
 ROW_GAP = 30
-LANE_WIDTH = 10  # of an arrow that passes a row
+LANE_WIDTH = 10  # space of an arrow that passes a row
 MAX_NAMES_WIDTH = 270  # module names in a box are wrapped at this width
 LONG_ARROW_WEIGHT = 8  # pull of the neighbours on the same long arrow, which makes it straight
 
@@ -78,7 +78,7 @@ def modules_of(name: str) -> list[str]:
     return sorted(file.stem for file in (SOURCE / name).glob("*.py") if not file.stem.startswith("_"))
 
 
-def imported(file: Path) -> Iterator[str]:
+def imported_names(file: Path) -> Iterator[str]:
     """Names of packages and top-level modules that a file imports from regard."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -100,19 +100,19 @@ def imports(names: dict[str, int]) -> dict[str, set[str]]:
     for name in names:
         files = (SOURCE / name).rglob("*.py") if (SOURCE / name).is_dir() else [SOURCE / f"{name}.py"]
         for file in files:
-            graph[name] |= {other for other in imported(file) if other in names and other != name}
+            graph[name] |= {other for other in imported_names(file) if other in names and other != name}
     return graph
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     """All direct and indirect imports of a box."""
-    seen: set[str] = set()
+    reached: set[str] = set()
     pending = [start]
     while pending:
-        for other in graph[pending.pop()] - seen:
-            seen.add(other)
+        for other in graph[pending.pop()] - reached:
+            reached.add(other)
             pending.append(other)
-    return seen
+    return reached
 
 
 def mutual(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
@@ -121,7 +121,7 @@ def mutual(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
 
 
 def direct(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph without arrows that follow from others."""
+    """The graph without transitive imports."""
     reach = {name: reachable(graph, name) for name in graph}
     for name in graph:
         if name in reach[name]:

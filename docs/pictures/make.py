@@ -24,8 +24,8 @@ sys.path.insert(0, str(HERE.parent.parent / "tests"))
 from kit import chromium  # noqa: E402
 
 CLIP_HEIGHTS = {"alignment": 680, "walk": 900}  # visible height of each view in pixels
-MEASUREMENT_SECONDS = 5.0  # until the page has measured all heads
-LIVE_SIZE = (1180, 1240)  # of the picture of the live page
+MEASUREMENT_SECONDS = 5.0  # time in which the page measures all heads
+LIVE_SIZE = (1180, 1240)  # picture of the live page
 
 
 def regard(*arguments: object) -> None:
@@ -43,7 +43,9 @@ def sinusoid_page(word: str) -> str:
 
 def main() -> None:
     run, word, pairs, image_run, images = sys.argv[1:6]
-    page, position_page, image_page = HERE / "page.html", HERE / "position.html", HERE / "image.html"
+    page = HERE / "page.html"
+    position_page = HERE / "position.html"
+    image_page = HERE / "image.html"
     live_page = HERE / "live.html"
     regard("inspect", run, word, "--out", page)
     regard("convert", run, live_page, "--to", "html", "--text", word)
