@@ -1,4 +1,4 @@
-"""Alignment of outputs with sources by cross-attention."""
+"""Alignment of output tokens with source tokens by cross-attention."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from regard.text.codec import Example
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_output_token_has_a_distribution_over_the_source(name: str) -> None:
-    run, texts = run_of(name, 2), sources(1, 9)
+def test_alignment_has_a_source_distribution_for_every_output_token(name: str) -> None:
+    run = run_of(name, 2)
+    texts = sources(1, 9)
     rows = list(generate(run, texts, Options(beam=3, nbest=2, alignment=True, max_length=10)))
     plain = list(generate(run, texts, Options(beam=3, nbest=2, max_length=10)))
     for text, row, without in zip(texts, rows, plain, strict=True):
@@ -37,7 +38,8 @@ def test_every_output_token_has_a_distribution_over_the_source(name: str) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_alignment_does_not_depend_on_the_batch(name: str) -> None:
-    run, texts = run_of(name, 2), sources(3, 5)
+    run = run_of(name, 2)
+    texts = sources(3, 5)
     options = Options(alignment=True, max_length=10)
     for text, (together,) in zip(texts, generate(run, texts, options), strict=True):
         (alone,) = next(generate(run, [text], options))
@@ -45,22 +47,23 @@ def test_alignment_does_not_depend_on_the_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rnn-luong", "rnn-bahdanau"])
-def test_a_reversing_model_aligns_backwards(name: str) -> None:
+def test_model_that_reverses_text_aligns_backwards(name: str) -> None:
     run = trained(name)
     hits = links = 0
     for text in sources(5, 20, 6):
         text = text.replace("a", "b")
         (h,) = next(generate(run, [text], Options(alignment=True)))
         for source, output in h.alignment.hard:
-            hits += abs(source - (len(text) - 1 - output)) <= 1  # the state may be read one step early or late
+            hits += abs(source - (len(text) - 1 - output)) <= 1  # the state is read before or after the step
             links += 1
     assert hits / links > 0.8
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_is_the_attention_of_the_step_that_chose_the_token(name: str) -> None:
+def test_alignment_rows_equal_the_attention_of_their_steps(name: str) -> None:
     run = run_of(name, 2)
-    source, output = run.codec.encode_source([Example("fade")])[0], run.codec.encode_target(["cabb"])[0]
+    source = run.codec.encode_source([Example("fade")])[0]
+    output = run.codec.encode_target(["cabb"])[0]
     (alignment,) = align(run, [source], [output], heads=[(0, 0)])
     with torch.no_grad(), record(run.model, *weight_taps(run.model, [0]).values()) as recording:
         state = run.model.encode(torch.tensor([source]))
@@ -72,9 +75,10 @@ def test_a_row_is_the_attention_of_the_step_that_chose_the_token(name: str) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_coverage_ranks_by_the_attention_of_the_whole_path(name: str) -> None:
-    """Compare the value of a finished output with one computed from a forced pass."""
-    run, options = run_of(name, 3), Options(beam=4, nbest=4, coverage_penalty=0.7, alignment_heads=((0, 0),))
+def test_coverage_penalty_sums_attention_over_all_steps(name: str) -> None:
+    """The value of a finished output equals the value computed from forced attention."""
+    run = run_of(name, 3)
+    options = Options(beam=4, nbest=4, coverage_penalty=0.7, alignment_heads=((0, 0),))
     engine = TorchEngine(run, options.model_copy(update={"max_length": 9}))
     inputs = engine.prepare(["fade", "cab", "d"])
     for item, outputs in zip(inputs, search(engine.scorer, inputs, options), strict=True):
@@ -87,8 +91,8 @@ def test_coverage_ranks_by_the_attention_of_the_whole_path(name: str) -> None:
 def test_heads_are_chosen_by_sharpness_and_coverage() -> None:
     run = run_of("transformer-tiny", 1)
     pairs = list(zip(sources(1, 30), sources(2, 30), strict=True))
-    chosen = choose_heads(run, [Example(*pair) for pair in pairs])
-    assert 1 <= len(chosen) <= 4 and set(chosen) <= {(layer, head) for layer in (0, 1) for head in (0, 1)}
+    heads = choose_heads(run, [Example(*pair) for pair in pairs])
+    assert 1 <= len(heads) <= 4 and set(heads) <= {(layer, head) for layer in (0, 1) for head in (0, 1)}
 
     def merit(head: tuple[int, int]) -> float:
         codec = run.codec
@@ -97,24 +101,25 @@ def test_heads_are_chosen_by_sharpness_and_coverage() -> None:
         return float(np.mean([(w.max(1).mean()) * np.minimum(w[:, :-1].sum(0), 1).mean() for w in soft]))
 
     merits = {(layer, head): merit((layer, head)) for layer in (0, 1) for head in (0, 1)}
-    assert max(merits, key=lambda head: merits[head]) in chosen
+    assert max(merits, key=lambda head: merits[head]) in heads
     with pytest.raises(UserError, match="needs pairs"):
         choose_heads(run, [Example("", "")])
 
 
-def test_heads_are_stored_in_the_run(tmp_path: Path) -> None:
+def test_alignment_heads_are_saved_in_the_run_directory(tmp_path: Path) -> None:
     run = replace(run_of("transformer-tiny", 1), path=tmp_path)
     assert load_heads(tmp_path) == ()
     save_heads(tmp_path, [(0, 1)])
     assert load_heads(tmp_path) == ((0, 1),)
-    kept, given = (next(generate(run, ["abc"], Options(alignment=True, alignment_heads=h)))[0] for h in ((), ((0, 1),)))
-    assert kept.alignment.soft == pytest.approx(given.alignment.soft)
+    (default,) = next(generate(run, ["abc"], Options(alignment=True)))
+    (selected,) = next(generate(run, ["abc"], Options(alignment=True, alignment_heads=((0, 1),))))
+    assert default.alignment.soft == pytest.approx(selected.alignment.soft)
     (tmp_path / "alignment.json").write_text('{"heads": [[0, -1]]}')
     with pytest.raises(UserError, match=r"alignment\.json"):
         list(generate(run, ["abc"], Options(alignment=True)))
 
 
-def test_heads_can_be_set() -> None:
+def test_selected_alignment_heads_are_averaged() -> None:
     run = run_of("transformer-tiny", 1)
     ids = [run.codec.encode_source([Example("fade")])[0]], [run.codec.encode_target(["cab"])[0]]
     (one,), (two,), (both,) = (align(run, *ids, heads=heads) for heads in ([(0, 0)], [(1, 1)], [(0, 0), (1, 1)]))
@@ -124,11 +129,12 @@ def test_heads_can_be_set() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_coverage_penalty_prefers_outputs_that_attend_to_the_whole_source(name: str) -> None:
-    run, texts = run_of(name, 3), sources(4, 12)
-    covered = []
+def test_coverage_penalty_increases_source_coverage(name: str) -> None:
+    run = run_of(name, 3)
+    texts = sources(4, 12)
+    coverage = []
     for penalty in (0.0, 20.0):
         options = Options(beam=6, coverage_penalty=penalty, alignment=True, max_length=10)
         soft = [row[0].alignment.soft for row in generate(run, texts, options)]
-        covered.append(np.mean([np.minimum(w.sum(0)[:-1], 1).mean() if len(w) else 0.0 for w in soft]))
-    assert covered[1] > covered[0]
+        coverage.append(np.mean([np.minimum(w.sum(0)[:-1], 1).mean() if len(w) else 0.0 for w in soft]))
+    assert coverage[1] > coverage[0]

@@ -1,4 +1,4 @@
-"""Promise 1: a sentence decodes to the same output and score by itself, in a batch, padded, in any order."""
+"""Outputs and scores of a sentence do not depend on its batch: on the other sentences, padding or order."""
 
 from __future__ import annotations
 
@@ -38,24 +38,26 @@ def decode(run: Run, texts: list[str], batch_tokens: int = 8192, **settings: obj
 def test_outputs_do_not_depend_on_batch_and_order(
     name: str, seed: int, strategy: str, texts: list[str], rng: random.Random
 ) -> None:
-    run, chosen = run_of(name, seed), STRATEGIES[strategy]
-    together = decode(run, texts, **chosen)
+    run = run_of(name, seed)
+    options = STRATEGIES[strategy]
+    together = decode(run, texts, **options)
     order = list(range(len(texts)))
     rng.shuffle(order)
-    shuffled = decode(run, [texts[i] for i in order], **chosen)
+    shuffled = decode(run, [texts[i] for i in order], **options)
     for i, text in enumerate(texts):
-        (alone,) = decode(run, [text], **chosen)
+        (alone,) = decode(run, [text], **options)
         assert same(alone, together[i])
         assert same(alone, shuffled[order.index(i)])
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "beam", "sample"])
 @pytest.mark.parametrize("name", NAMES)
-def test_same_in_batches_of_1_7_and_64(name: str, strategy: str) -> None:
-    texts, chosen = sources(9, 64, 9), {**STRATEGIES[strategy], "max_length": 8}
+def test_outputs_are_equal_for_batch_sizes_1_7_and_64(name: str, strategy: str) -> None:
+    texts = sources(9, 64, 9)
+    options = {**STRATEGIES[strategy], "max_length": 8}
     for run in (run_of(name, 4), trained(name)):
         by_one, by_seven, all_at_once = (
-            [row for i in range(0, 64, size) for row in decode(run, texts[i : i + size], 10**6, **chosen)]
+            [row for i in range(0, 64, size) for row in decode(run, texts[i : i + size], 10**6, **options)]
             for size in (1, 7, 64)
         )
         assert all(map(same, by_one, by_seven))
@@ -63,8 +65,9 @@ def test_same_in_batches_of_1_7_and_64(name: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_constraints_of_one_line_do_not_affect_another(name: str) -> None:
-    run, texts = run_of(name, 2), sources(4, 6)
+def test_constraints_of_one_request_do_not_affect_others(name: str) -> None:
+    run = run_of(name, 2)
+    texts = sources(4, 6)
     options = Options(beam=3, nbest=3, max_length=16)
     constraints = [{}, {"prefix": "fa"}, {"require": ("bad",)}, {"forbid": ("a",)}, {"require": ("c", "ee")}, {}]
     requests = [Request(text, **constraint) for text, constraint in zip(texts, constraints, strict=True)]

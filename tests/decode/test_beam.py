@@ -1,4 +1,4 @@
-"""Beam search compared with greedy search, exhaustive search, and beam search without early stopping."""
+"""Beam search equals greedy search, exhaustive search and beam search without early stopping."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_beam(
 def exhaustive(
     scorer: Scorer, item: SearchInput, usable: list[int], penalty: float
 ) -> list[tuple[float, tuple[int, ...]]]:
-    """Every output up to the limit with its value, best first."""
+    """All outputs up to the length limit as (value, ids), best first."""
     outputs = [(*ids, scorer.eos) for length in range(item.limit + 1) for ids in product(usable, repeat=length)]
     scores = force(scorer, [item.sources] * len(outputs), outputs)
     return sorted(((sum(s) / len(ids) ** penalty, ids) for s, ids in zip(scores, outputs, strict=True)), reverse=True)
@@ -47,22 +47,27 @@ def exhaustive(
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(names, seeds, st.lists(words, min_size=1, max_size=6))
-def test_a_beam_of_one_is_greedy_search(name: str, seed: int, texts: list[str]) -> None:
+def test_beam_of_one_equals_greedy(name: str, seed: int, texts: list[str]) -> None:
     scorer, inputs = inputs_of(run_of(name, seed), texts, max_length=15)
     with torch.inference_mode():
         greedy = decode_paths(scorer, inputs, make_rules(scorer, inputs, Options(), one_path=True))
     beam = run_beam(scorer, inputs, width=1)
-    assert [found[0].ids for found in beam] == [found[0].ids for found in greedy]
+    assert [row[0].ids for row in beam] == [row[0].ids for row in greedy]
     for ours, theirs in zip(beam, greedy, strict=True):
         assert ours[0].token_scores == pytest.approx(theirs[0].token_scores, abs=1e-5)
 
 
 class CertainScorer(Scorer):
-    """Predicts 4, 5, 6, ... and then the end; all other tokens, the end included, share the rest of the probability."""
+    """Predicts 4, 5, 6, ... and then the end token; the other tokens share the remaining probability `rest`."""
 
     def __init__(self, length: int, rest: float) -> None:
-        self.length, self.rest, self.step_number = length, rest, 0
-        self.device, self.eos, self.vocab, self.continues = torch.device("cpu"), 3, 30, False
+        self.length = length
+        self.rest = rest
+        self.step_number = 0
+        self.device = torch.device("cpu")
+        self.eos = 3
+        self.vocab = 30
+        self.continues = False
 
     def start(self, inputs: Sequence[SearchInput]) -> tuple[list[Tensor], States]:
         self.step_number = 0
@@ -71,7 +76,7 @@ class CertainScorer(Scorer):
     def step(self, tokens_N: Tensor | list[Tensor], states: States) -> tuple[Tensor, States]:
         rows = len(tokens_N[0] if isinstance(tokens_N, list) else tokens_N)
         p_NV = torch.full((rows, self.vocab), self.rest / (self.vocab - 1))
-        p_NV[:, self.eos] *= 1.01  # first among equals
+        p_NV[:, self.eos] *= 1.01  # the end token ranks first among the improbable tokens
         p_NV[:, 4 + self.step_number if self.step_number < self.length else self.eos] = 1 - self.rest
         self.step_number += 1
         return p_NV.log().log_softmax(-1), ()
@@ -79,45 +84,48 @@ class CertainScorer(Scorer):
 
 @pytest.mark.parametrize("width", [2, 5])
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0])
-def test_many_poor_ends_do_not_close_a_beam_before_the_good_one(width: int, penalty: float) -> None:
-    scorer, length = CertainScorer(12, 0.05), 12
+def test_improbable_endings_do_not_stop_the_beam_search(width: int, penalty: float) -> None:
+    scorer = CertainScorer(12, 0.05)
+    length = 12
     for groups in (1, 2):
-        found = run_beam(
+        rows = run_beam(
             scorer, [SearchInput(((3,),), 20)] * 2, width, width, groups, length_penalty=penalty, diversity=0.0
         )
-        for row in found:
+        for row in rows:
             assert row[0].ids == (*range(4, 4 + length), 3)
             assert row[0].score == pytest.approx((length + 1) * math.log(0.95), abs=0.02)
 
 
-def test_equal_values_go_to_the_lowest_id_in_any_batch() -> None:
+def test_ties_are_broken_by_the_lowest_token_id() -> None:
     run = run_of("transformer-tiny", 5)
     weight = run.model.output.weight.detach().clone()
     try:
         run.model.output.weight.data.zero_()  # every token is equally likely
         scorer, inputs = inputs_of(run, ["ab", "cde"], max_length=4, min_length=2)
-        assert [f[0].ids for f in search(scorer, inputs, Options(min_length=2))] == [(4, 4, 3), (4, 4, 3)]
-        assert [f[0].ids for f in run_beam(scorer, inputs, width=1)] == [(4, 4, 3), (4, 4, 3)]
+        assert [row[0].ids for row in search(scorer, inputs, Options(min_length=2))] == [(4, 4, 3), (4, 4, 3)]
+        assert [row[0].ids for row in run_beam(scorer, inputs, width=1)] == [(4, 4, 3), (4, 4, 3)]
     finally:
         run.model.output.weight.data.copy_(weight)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(names, seeds, words, st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.booleans(), st.integers(1, 4))
-def test_a_wide_beam_is_exhaustive_search(
+def test_full_width_beam_equals_exhaustive_search(
     name: str, seed: int, text: str, penalty: float, exact: bool, keep: int
 ) -> None:
     scorer, (item,) = inputs_of(run_of(name, seed, "char", "ab"), [text], max_length=4)
     truth = exhaustive(scorer, item, [4, 5], penalty)
-    (found,) = run_beam(scorer, [item], width=len(truth), keep=keep, length_penalty=penalty, exact=exact)
-    assert [f.value for f in found] == pytest.approx([value for value, _ in truth[:keep]], abs=1e-5)
-    assert found[0].ids == truth[0][1] or truth[0][0] - truth[1][0] < 1e-5
+    (outputs,) = run_beam(scorer, [item], width=len(truth), keep=keep, length_penalty=penalty, exact=exact)
+    assert [output.value for output in outputs] == pytest.approx([value for value, _ in truth[:keep]], abs=1e-5)
+    assert outputs[0].ids == truth[0][1] or truth[0][0] - truth[1][0] < 1e-5
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(names, seeds, st.lists(words, min_size=1, max_size=4), st.sampled_from([0.0, 1.0, 1.5]), st.booleans())
-def test_stopping_early_changes_nothing(name: str, seed: int, texts: list[str], penalty: float, exact: bool) -> None:
-    """If the n-best list is longer than the number of outputs, the search never stops early."""
+def test_early_stopping_does_not_change_the_best_output(
+    name: str, seed: int, texts: list[str], penalty: float, exact: bool
+) -> None:
+    """A search with an n-best list of 1000 never stops early."""
     scorer, inputs = inputs_of(run_of(name, seed), texts, max_length=10)
     early = run_beam(scorer, inputs, width=3, length_penalty=penalty, exact=exact)
     late = run_beam(scorer, inputs, width=3, length_penalty=penalty, exact=exact, keep=1000)
@@ -135,13 +143,15 @@ def test_nbest_outputs_are_ordered_and_distinct(name: str) -> None:
             assert all(a >= b - 1e-5 for a, b in pairwise(values))
 
 
-def test_a_step_does_not_copy_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are never reordered. They are copied only when the cache grows, which becomes less and less frequent."""
-    run, copied = run_of("transformer-tiny", 1), []
-    scorer, gather = Scorer([run.model]), KV.gather
+def test_beam_search_rarely_copies_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are never reordered and are copied only when the cache grows, less often the larger it is."""
+    run = run_of("transformer-tiny", 1)
+    copies = []
+    scorer = Scorer([run.model])
+    gather = KV.gather
 
     def count(kv: KV, rows_A: Tensor, slot_AL: Tensor, free: int) -> KV:
-        copied.append(slot_AL.shape[1])
+        copies.append(slot_AL.shape[1])
         return gather(kv, rows_A, slot_AL, free)
 
     def refuse(kv: KV, rows: Tensor) -> KV:
@@ -150,16 +160,17 @@ def test_a_step_does_not_copy_the_cache(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(KV, "gather", count)
     monkeypatch.setattr(KVCache, "select", refuse)
     for groups, width in ((1, 4), (2, 3)):
-        copied.clear()
+        copies.clear()
         inputs = [SearchInput(([4, 5, 6, 3],), 60, minimum=60), SearchInput(([7, 3],), 60, minimum=60)]
-        found = run_beam(scorer, inputs, width, groups=groups)
-        assert [len(outputs[0].ids) for outputs in found] == [61, 61]
-        tokens = 60 * width * groups * 2  # of two layers
-        assert len(copied) <= 60 * 2 // 4 and sum(copied) < 3 * tokens  # copying all at every step: 30 times
+        rows = run_beam(scorer, inputs, width, groups=groups)
+        assert [len(outputs[0].ids) for outputs in rows] == [61, 61]
+        tokens = 60 * width * groups * 2  # two layers
+        # Copying the cache at every step would give a factor of 30.
+        assert len(copies) <= 60 * 2 // 4 and sum(copies) < 3 * tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_exact_search_is_never_worse(name: str) -> None:
+def test_exact_search_is_never_worse_than_default_search(name: str) -> None:
     texts = sources(3, 12)
     quick = list(generate(run_of(name, 3), texts, Options(beam=4, max_length=12)))
     exact = list(generate(run_of(name, 3), texts, Options(beam=4, max_length=12, exact=True)))
@@ -168,18 +179,19 @@ def test_exact_search_is_never_worse(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_diverse_groups_start_with_different_tokens(name: str) -> None:
-    run, texts = run_of(name, 1), sources(2, 8)
+    run = run_of(name, 1)
+    texts = sources(2, 8)
     alike = list(generate(run, texts, Options(beam=4, nbest=4, groups=2, diversity=0.0, max_length=8)))
     diverse = list(generate(run, texts, Options(beam=4, nbest=4, groups=2, diversity=50.0, max_length=8, min_length=1)))
     narrow = list(generate(run, texts, Options(beam=2, nbest=2, max_length=8)))
-    # Without a cost, both groups give the result of a plain beam of their width; with a high cost, first tokens differ.
+    # Without a diversity penalty, both groups equal a plain beam of their width.
     assert [[h.ids for h in row] for row in alike] == [[h.ids for h in row] for row in narrow]
     assert all(len({h.ids[0] for h in row}) > 1 for row in diverse)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5000), st.integers(1, 12), st.integers(0, 2**31))
-def test_best_is_topk(rows: int, vocab: int, count: int, seed: int) -> None:
+def test_best_equals_topk(rows: int, vocab: int, count: int, seed: int) -> None:
     value = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
     count = min(count, vocab)
     ours, places = best(value, count)

@@ -1,4 +1,4 @@
-"""Classification: texts of any length are answered or flagged, in order, with the same probabilities in any batch."""
+"""Classification: results keep the input order, do not depend on the batch, and too long texts are flagged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def classifier(position: dict[str, object]) -> Run:
 
 
 @pytest.mark.parametrize("position", [AXIAL, LEARNED], ids=["axial", "learned"])
-def test_a_text_that_fits_is_answered_and_a_longer_one_flagged(position: dict[str, object]) -> None:
+def test_texts_within_the_position_limit_are_classified_and_longer_ones_flagged(position: dict[str, object]) -> None:
     short, full, long = classify(classifier(position), ["a", "abcdefabcd", "abcdefabcde"])
     for answer in (short, full):
         assert answer.label in "xyz" and sum(answer.probabilities.values()) == pytest.approx(1.0) and not answer.flags
@@ -38,8 +38,9 @@ def test_a_text_that_fits_is_answered_and_a_longer_one_flagged(position: dict[st
     assert long.label == "" and long.as_dict()["label"] is None
 
 
-def test_answers_do_not_depend_on_the_batch_and_come_in_order() -> None:
-    run, texts = classifier({"position": "rotary"}), sources(1, 20)
+def test_classifications_do_not_depend_on_the_batch_and_keep_the_input_order() -> None:
+    run = classifier({"position": "rotary"})
+    texts = sources(1, 20)
     together = classify(run, texts, batch_tokens=40)
     for text, answer in zip(texts, together, strict=True):
         (alone,) = classify(run, [text])
@@ -49,13 +50,13 @@ def test_answers_do_not_depend_on_the_batch_and_come_in_order() -> None:
     assert "4 (max_source)" in flagged.flags["too_long"]
 
 
-def test_labels_may_be_numbers() -> None:
+def test_classes_without_labels_are_named_by_number() -> None:
     run = classifier(LEARNED)
     run.labels = ()
     assert classify(run, ["abc"])[0].label in ("0", "1", "2")
 
 
-def test_other_models_are_refused() -> None:
+def test_models_that_are_not_classifiers_of_text_are_refused() -> None:
     with pytest.raises(UserError, match="is not a classifier"):
         classify(run_of("rnn-luong", 0), ["a"])
     with pytest.raises(UserError, match="reads text, not images"):

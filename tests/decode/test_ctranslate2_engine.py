@@ -1,4 +1,4 @@
-"""CTranslate2 gives the outputs, scores and flags of our own search, in order; no option is ignored."""
+"""The CTranslate2 engine gives the outputs, scores and flags of the torch engine; no option is ignored."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from regard.decode.ctranslate2 import CTranslate2Engine
 STACKS: dict[str, dict[str, Any]] = {
     "rotary": {"position": "rotary", "norm_at": "pre"},
     "sinusoid": {"position": "sinusoid"},
-    "few-keys": {"position": "learned", "norm_at": "pre", "kv_heads": 2},
+    "grouped-query": {"position": "learned", "norm_at": "pre", "kv_heads": 2},
     "buckets": {"position": "bucket", "norm": "rms", "gated": True, "norm_at": "pre", "score": "dot", "head_width": 3},
-    "nowhere": {"position": "none", "kv_heads": 1},
+    "no-position": {"position": "none", "kv_heads": 1},
 }
 
 
@@ -40,8 +40,8 @@ def run() -> Run:
     return random_run(STACKS["rotary"], end=3.0)
 
 
-def same(ours: list[list[Hypothesis]], theirs: list[list[Hypothesis]]) -> None:
-    """Equal outputs with equal scores and flags."""
+def assert_same(ours: list[list[Hypothesis]], theirs: list[list[Hypothesis]]) -> None:
+    """Assert that outputs, scores and flags are equal."""
     assert ids_of(ours) == ids_of(theirs)
     for a, b in zip((h for row in ours for h in row), (h for row in theirs for h in row), strict=True):
         assert (a.text, a.tokens) == (b.text, b.tokens) and a.flags.keys() == b.flags.keys()
@@ -51,37 +51,39 @@ def same(ours: list[list[Hypothesis]], theirs: list[list[Hypothesis]]) -> None:
 
 
 def both(run: Run, inputs: list[Any], **options: Any) -> list[list[Hypothesis]]:
-    """The outputs of both engines, which must be equal."""
-    asked = Options.of(**options)
-    ours, theirs = TorchEngine(run, asked)(inputs), CTranslate2Engine(run, asked)(inputs)
-    same(ours, theirs)
+    """Decode with both engines, assert that the outputs are equal, and return them."""
+    settings = Options.of(**options)
+    ours = TorchEngine(run, settings)(inputs)
+    theirs = CTranslate2Engine(run, settings)(inputs)
+    assert_same(ours, theirs)
     return theirs
 
 
 @pytest.mark.parametrize("name", STACKS)
 def test_greedy_outputs_are_equal(name):
-    found = []
+    rows = []
     for seed in range(4):
-        found += both(random_run(STACKS[name], end=2.0, seed=seed), ["", *words(20), " ", "zz", "ab" * 30])
-    assert [i for i, row in enumerate(found) if "empty" in row[0].flags] == [
+        rows += both(random_run(STACKS[name], end=2.0, seed=seed), ["", *words(20), " ", "zz", "ab" * 30])
+    assert [i for i, row in enumerate(rows) if "empty" in row[0].flags] == [
         x + 24 * n for n in range(4) for x in (0, 21)
     ]
-    limited = sum("max_length" in row[0].flags for row in found)
-    assert 5 < limited < 70 and len({row[0].ids for row in found}) > 20
+    truncations = sum("max_length" in row[0].flags for row in rows)
+    assert 5 < truncations < 70 and len({row[0].ids for row in rows}) > 20
 
 
 @pytest.mark.parametrize("beam", [2, 5])
 @pytest.mark.parametrize("penalty", [0.6, 1.0])
 @pytest.mark.parametrize(("name", "seed"), [("rotary", 2), ("sinusoid", 0)])
 def test_beam_outputs_are_mostly_equal(name, seed, beam, penalty):
-    """The two searches stop at different steps, which matters more with random weights than with trained ones."""
-    run, texts = random_run(STACKS[name], end=4.0, seed=seed), words(40)
+    """The two beam searches have different stopping criteria, so some outputs of random models differ."""
+    run = random_run(STACKS[name], end=4.0, seed=seed)
+    texts = words(40)
     options = Options(beam=beam, nbest=beam, length_penalty=penalty)
     pairs = list(zip(TorchEngine(run, options)(texts), CTranslate2Engine(run, options)(texts), strict=True))
     ended = [(a, b) for a, b in pairs if not any("max_length" in h.flags for h in (*a, *b))]
     alike = [(a[:1], b[:1]) for a, b in ended if a[0].ids == b[0].ids]
     assert len(ended) > 30 and len(alike) > 0.7 * len(ended)
-    same([a for a, _ in alike], [b for _, b in alike])
+    assert_same([a for a, _ in alike], [b for _, b in alike])
     for ours, theirs in pairs:
         assert len(theirs) <= beam and all(len(h.ids) <= 3 * 12 + 51 for h in theirs)
         assert len(set(ids_of([theirs])[0])) == len(theirs)
@@ -112,10 +114,10 @@ def test_steering_options_have_the_same_effect(options, run):
     both(run, words(30), **options)
 
 
-def test_every_line_may_have_its_own_prefix(run):
+def test_requests_may_have_different_prefixes(run):
     inputs = [Request(word, prefix=word[:count]) for count, word in enumerate(words(12, longest=4))]
-    found = both(run, [*inputs, Request("abc", prefix="zz"), Request("abc", prefix="a" * 200)])
-    assert "unsatisfied" in found[-1][0].flags and "unsatisfied" in found[-2][0].flags
+    rows = both(run, [*inputs, Request("abc", prefix="zz"), Request("abc", prefix="a" * 200)])
+    assert "unsatisfied" in rows[-1][0].flags and "unsatisfied" in rows[-2][0].flags
 
 
 def test_the_token_after_a_prefix_does_not_change_its_last_character():
@@ -125,57 +127,57 @@ def test_the_token_after_a_prefix_does_not_change_its_last_character():
     with torch.no_grad():
         run.model.output.bias[joining] += 2.0
     assert {row[0].text[0] for row in CTranslate2Engine(run, Options(max_length=3))(words(20))} & {"\u0301", "\u0308"}
-    found = both(run, words(20), prefix="aea", max_length=7)
-    assert all(row[0].text.startswith("aea") for row in found)
+    rows = both(run, words(20), prefix="aea", max_length=7)
+    assert all(row[0].text.startswith("aea") for row in rows)
 
 
 def test_special_tokens_are_never_produced():
     run = random_run(STACKS["rotary"], spare=2, end=3.0, special=4.0)
     with torch.no_grad():
         run.model.output.bias[-2:] = 4.0
-    found = both(run, words(30))
-    assert {i for row in found for i in row[0].ids} <= {3, *range(4, run.codec.target.size)}
-    known = both(run, words(30), unknown=True)
-    assert any(1 in row[0].ids for row in known)
+    rows = both(run, words(30))
+    assert {i for row in rows for i in row[0].ids} <= {3, *range(4, run.codec.target.size)}
+    rows_with_unknown = both(run, words(30), unknown=True)
+    assert any(1 in row[0].ids for row in rows_with_unknown)
 
 
-def test_text_that_looks_like_a_special_token_is_text():
+def test_text_that_looks_like_a_special_token_is_ordinary_text():
     codec = Codec(tokenizer("space", ["< eos >", "< pad >", "a", "<", "eos", "pad", ">"]), tokenizer())
     run = random_run(STACKS["rotary"], codec=codec, end=3.0)
-    found = both(run, ["a < eos > a", "a a", "< pad >", "<eos>", "< feature N >"])
-    assert found[0][0].ids != found[1][0].ids
+    rows = both(run, ["a < eos > a", "a a", "< pad >", "<eos>", "< feature N >"])
+    assert rows[0][0].ids != rows[1][0].ids
 
 
-def test_features_are_read():
+def test_features_change_the_outputs():
     codec = Codec(tokenizer(), tokenizer(), features=("N", "PL", "a"), columns=("source", "features", "target"))
     run = random_run(STACKS["rotary"], codec=codec, end=-1.0)
-    found = both(run, [Example("abc", None, names) for names in ("N", "PL", "N;PL", "a", "unheard", None)])
-    assert len({row[0].ids for row in found}) > 2
+    rows = both(run, [Example("abc", None, names) for names in ("N", "PL", "N;PL", "a", "unheard", None)])
+    assert len({row[0].ids for row in rows}) > 2
 
 
-def test_the_same_answer_in_any_batch(run):
+def test_outputs_do_not_depend_on_the_batch(run):
     texts = words(60)
-    alone = {text: CTranslate2Engine(run, Options(beam=3))([text])[0] for text in texts[:10]}
-    mixed = random.Random(1).sample(texts, len(texts))
+    single = {text: CTranslate2Engine(run, Options(beam=3))([text])[0] for text in texts[:10]}
+    shuffled = random.Random(1).sample(texts, len(texts))
     engine = CTranslate2Engine(run, Options(beam=3, batch_tokens=200), workers=2)
-    for text, row in zip(mixed, engine(mixed), strict=True):
-        if text in alone:
-            same([alone[text]], [row])
+    for text, row in zip(shuffled, engine(shuffled), strict=True):
+        if text in single:
+            assert_same([single[text]], [row])
     assert engine([]) == []
 
 
 def test_learned_positions_limit_the_output():
     run = random_run({"position": "learned", "max_length": 10}, end=-5.0)
-    found = both(run, ["abcdefgha", "abcdefghab", "a"])
-    assert "too_long" in found[1][0].flags and len(found[0][0].ids) == 10
+    rows = both(run, ["abcdefgha", "abcdefghab", "a"])
+    assert "too_long" in rows[1][0].flags and len(rows[0][0].ids) == 10
 
 
-def test_computed_positions_are_limited_by_their_table(monkeypatch):
+def test_sinusoid_positions_are_limited_by_the_exported_table(monkeypatch):
     run = random_run(STACKS["sinusoid"], end=-5.0)
     monkeypatch.setattr("regard.convert.to_ctranslate2.POSITIONS", 20)
     monkeypatch.setattr("regard.decode.ctranslate2.POSITIONS", 20)
-    found = CTranslate2Engine(run, Options(max_length=100))(["a" * 19, "a" * 20])
-    assert len(found[0][0].ids) == 20 and "too_long" in found[1][0].flags
+    rows = CTranslate2Engine(run, Options(max_length=100))(["a" * 19, "a" * 20])
+    assert len(rows[0][0].ids) == 20 and "too_long" in rows[1][0].flags
 
 
 def test_scores_are_computed_only_on_request(run):
@@ -195,14 +197,15 @@ def test_scores_are_computed_only_on_request(run):
 
 def test_int8_scores_are_close(run):
     texts = words(40)
-    ours, theirs = TorchEngine(run)(texts), CTranslate2Engine(run, Options(precision="int8"))(texts)
+    ours = TorchEngine(run)(texts)
+    theirs = CTranslate2Engine(run, Options(precision="int8"))(texts)
     alike = [(a[0], b[0]) for a, b in zip(ours, theirs, strict=True) if a[0].ids == b[0].ids]
     assert len(alike) > 10
     assert all(b.score == pytest.approx(a.score, abs=0.1 * len(a.ids)) for a, b in alike)
     assert any(a.score != b.score for a, b in alike)
 
 
-def test_draws_follow_the_seed_and_the_distribution(run):
+def test_sampling_follows_seed_temperature_and_truncation(run):
     texts = words(8)
 
     def draw(**options: Any) -> list[list[tuple[int, ...]]]:
@@ -219,17 +222,17 @@ def test_draws_follow_the_seed_and_the_distribution(run):
         CTranslate2Engine(run, Options(sample=True), workers=2)
 
 
-def test_a_repetition_penalty_avoids_earlier_tokens(run):
+def test_repetition_penalty_reduces_repetition(run):
     def repeats(rows: list[list[Hypothesis]]) -> int:
         return sum(len(row[0].ids) - len(set(row[0].ids)) for row in rows)
 
-    plain, avoiding = (
+    plain, penalised = (
         CTranslate2Engine(run, Options(repetition_penalty=p, max_length=10))(words(20)) for p in (1.0, 3.0)
     )
-    assert repeats(avoiding) < repeats(plain) / 2
+    assert repeats(penalised) < repeats(plain) / 2
 
 
-OTHERS: dict[str, dict[str, Any]] = {
+UNSUPPORTED: dict[str, dict[str, Any]] = {
     "mbr": {"mbr": 4},
     "utility": {"mbr": 4, "utility": "bleu"},
     "weights": {"weights": (1.0,)},
@@ -250,15 +253,15 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_options_are_refused(name, run):
     with pytest.raises(UserError, match=r"the engine ctranslate2 cannot do this.*use the engine torch"):
-        CTranslate2Engine(run, Options.of(**OTHERS[name]))
+        CTranslate2Engine(run, Options.of(**UNSUPPORTED[name]))
 
 
 def test_every_option_is_supported_or_refused(run):
     supported = ENGINES["ctranslate2"].options
-    assert OTHERS.keys() | supported == set(Options.model_fields) and not OTHERS.keys() & supported
+    assert UNSUPPORTED.keys() | supported == set(Options.model_fields) and not UNSUPPORTED.keys() & supported
     with pytest.raises(UserError, match=r"precision: bf16: goes with the engine torch.*allowed: fp32, int8"):
         CTranslate2Engine(run, Options(precision="bf16"))
     with pytest.raises(UserError, match="forbid"):
@@ -284,36 +287,42 @@ def test_temporary_files_are_removed(run, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()) and engine(["abc"])[0][0].ids
 
 
-def test_a_full_disk_is_reported(run, tmp_path, monkeypatch):
+def test_unusable_temporary_directory_is_reported(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(UserError, match="TMPDIR"):
         CTranslate2Engine(run)
 
 
-def test_the_command_line(toy):
+def test_command_line_gives_the_output_of_the_torch_engine(toy):
     lines = (toy / "test.tsv").read_text() + "\n" + "a\tb\tc\td\n" + "a" * 70 + "\n"
-    order = ["generate", toy / "run", "-", "--max-source", 60]
-    for more in (["--beam", 2, "--nbest", 2], ["--json"], ["--beam", 3], []):
-        ours, theirs = (call(*order, *more, *engine, stdin=lines) for engine in ([], ["--engine", "ctranslate2"]))
+    command = ["generate", toy / "run", "-", "--max-source", 60]
+    for options in (["--beam", 2, "--nbest", 2], ["--json"], ["--beam", 3], []):
+        ours, theirs = (call(*command, *options, *engine, stdin=lines) for engine in ([], ["--engine", "ctranslate2"]))
         assert theirs.code == 0 and ours.err == theirs.err and len(ours.lines) == len(theirs.lines)
-        best: dict[str, bool] = {}  # mostly equal: the two beam searches stop at different steps
+        best: dict[str, bool] = {}  # per input: whether the best outputs are equal
         for a, b in zip(ours.lines, theirs.lines, strict=True):
-            if "--json" in more:
-                (own,), (their,) = json.loads(a)["hypotheses"], json.loads(b)["hypotheses"]
+            if "--json" in options:
+                (own,) = json.loads(a)["hypotheses"]
+                (their,) = json.loads(b)["hypotheses"]
                 assert own["text"] == their["text"]
                 assert their["token_scores"] == pytest.approx(own["token_scores"], abs=1e-4)
-            elif "--nbest" in more:
-                (n, score, text), (number, near, other) = a.split("\t"), b.split("\t")
-                assert n == number and (text != other or float(near) == pytest.approx(float(score), abs=2e-4))
-                best.setdefault(n, text == other)
-            elif more:
+            elif "--nbest" in options:
+                number, score, text = a.split("\t")
+                other_number, other_score, other_text = b.split("\t")
+                assert number == other_number and (
+                    text != other_text or float(other_score) == pytest.approx(float(score), abs=2e-4)
+                )
+                best.setdefault(number, text == other_text)
+            elif options:
                 best[str(len(best))] = a == b
             else:
                 assert a == b
         assert sum(best.values()) >= 0.8 * len(best)
-    small = call(*order, "--engine", "ctranslate2", "--precision", "int8", "--workers", 2, "--threads", 1, stdin=lines)
+    small = call(
+        *command, "--engine", "ctranslate2", "--precision", "int8", "--workers", 2, "--threads", 1, stdin=lines
+    )
     assert small.code == 0 and len(small.lines) == len(ours.lines) == lines.count("\n")
-    for wrong, message in (
+    for arguments, message in (
         (["--engine", "ctranslate"], "did you mean 'ctranslate2'?"),
         (["--engine", "ctranslate2", "--precision", "bf16"], "allowed: fp32, int8"),
         (["--engine", "ctranslate2", "--ensemble", toy / "run"], "ensemble: the engine"),
@@ -321,11 +330,11 @@ def test_the_command_line(toy):
         (["--engine", "ctranslate2", "--sample", "--workers", 2], "workers"),
         (["--precision", "int8"], "engine ctranslate2"),
     ):
-        result = call(*order, *wrong, stdin="a\n")
-        assert result.code == 2 and message in result.err and not result.out, wrong
+        result = call(*command, *arguments, stdin="a\n")
+        assert result.code == 2 and message in result.err and not result.out, arguments
 
 
-def test_without_the_package(toy, monkeypatch):
+def test_missing_package_is_reported_with_its_extra(toy, monkeypatch):
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     result = call("generate", toy / "run", "--engine", "ctranslate2", stdin="a\n")
     assert result.code == 2 and "-e '.[ctranslate2]'" in result.err

@@ -1,4 +1,4 @@
-"""The engine interface: requests are tokenised once and decoded in any grouping, with the same outputs."""
+"""The engine interface: requests are tokenised once, and their grouping does not change the outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from regard.run import Run
 from regard.text.tokenizer import Tokenizer
 
 
-def test_prepared_inputs_are_decoded_in_any_grouping() -> None:
+def test_grouping_of_prepared_inputs_does_not_change_outputs() -> None:
     texts = ["", *sources(1, 9), "a" * 3000]
     with TorchEngine(run_of("transformer-tiny", 2), Options(beam=3, nbest=2, max_length=9)) as engine:
         inputs = engine.prepare(texts)
@@ -32,7 +32,7 @@ def test_prepared_inputs_are_decoded_in_any_grouping() -> None:
     assert [row[0].flags.keys() for row in (together[0], together[-1])] == [{"empty"}, {"too_long"}]
 
 
-def test_flagged_inputs_have_their_ids() -> None:
+def test_flagged_inputs_keep_their_token_ids() -> None:
     engine: Engine = TorchEngine(run_of("rnn-luong", 1), Options(max_source=3))
     unmet, long, unknown = engine.prepare([Request("ab", prefix="ß"), "abcdé", "é"])
     assert unmet.flags and long.flags and not unknown.flags
@@ -40,18 +40,19 @@ def test_flagged_inputs_have_their_ids() -> None:
 
 
 @pytest.mark.parametrize("run", [run_of("transformer-tiny", 2), language_model("rotary", 1)], ids=["pairs", "lm"])
-def test_a_source_is_tokenised_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_are_tokenised_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
     encode = Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", lambda self, texts: encoded.extend(texts) or encode(self, texts))
-    engine, texts = TorchEngine(run, Options(max_length=3, prefix="")), ["fadedfade", "cafecafecafe"]
+    engine = TorchEngine(run, Options(max_length=3, prefix=""))
+    texts = ["fadedfade", "cafecafecafe"]
     inputs = engine.prepare(texts)
     assert encoded == texts
     outputs = [row[0].text for row in engine.decode(inputs)]
-    assert sorted(encoded[len(texts) :]) == sorted(outputs)  # whose segmentation is checked
+    assert sorted(encoded[len(texts) :]) == sorted(outputs)  # outputs are encoded to check their segmentation
 
 
-def test_the_command_tokenises_a_line_once(toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_command_tokenises_each_line_once(toy, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
     encode = Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", lambda self, texts: encoded.extend(texts) or encode(self, texts))
@@ -60,15 +61,16 @@ def test_the_command_tokenises_a_line_once(toy, monkeypatch: pytest.MonkeyPatch)
     assert encoded.count("abcabcab") == 1 and encoded.count("ßß") == 1
 
 
-def test_a_run_keeps_its_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls pack weights once; changed or pruned weights are packed again."""
+def test_packed_weights_are_reused_until_the_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are packed at the first call, and again after a change or pruning."""
     monkeypatch.setattr(primitives, "MIN_WORK", 0)
     monkeypatch.setattr(primitives, "MIN_ELEMENTS", 0)
     packed: list[Linear] = []
     pack = primitives._packed_matmul
     monkeypatch.setattr(primitives, "_packed_matmul", lambda linear: packed.append(linear) or pack(linear))
-    made, texts = run_of("transformer-tiny", 2), sources(1, 4)
-    run = Run(made.config, made.codec, deepcopy(made.model), made.path)
+    original = run_of("transformer-tiny", 2)
+    texts = sources(1, 4)
+    run = Run(original.config, original.codec, deepcopy(original.model), original.path)
     layers = linears(run.model)
 
     def answers(run: Run) -> list[list[Hypothesis]]:

@@ -1,4 +1,4 @@
-"""Ensembles: the same search with a weighted mean of log-probabilities."""
+"""Ensembles search with a weighted mean of log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from regard.text.codec import Codec, Example
 
 @pytest.mark.parametrize("settings", [{}, {"beam": 3, "nbest": 3}, {"sample": True}])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_ensemble_of_a_run_and_itself_is_that_run(name: str, settings: dict[str, object]) -> None:
-    run, texts, options = run_of(name, 1), sources(1, 6), Options.of(max_length=9, **settings)
+def test_ensemble_of_identical_runs_equals_the_single_run(name: str, settings: dict[str, object]) -> None:
+    run = run_of(name, 1)
+    texts = sources(1, 6)
+    options = Options.of(max_length=9, **settings)
     assert all(map(same, generate(run, texts, options), generate([run, run], texts, options)))
 
 
-def test_architectures_and_source_vocabularies_may_differ() -> None:
+def test_ensemble_members_may_differ_in_architecture_and_source_vocabulary() -> None:
     transformer, recurrent = run_of("transformer-tiny", 1), run_of("rnn-bahdanau", 2)
     byte = Codec(tokenizer("byte"), tokenizer("char"))
     other = Run((model := blank("rnn-luong", 3, byte)).config, byte, model, Path("bytes"))
-    runs, texts = [transformer, recurrent, other], sources(2, 6)
+    runs = [transformer, recurrent, other]
+    texts = sources(2, 6)
     for settings in ({}, {"beam": 3}, {"beam": 3, "require": ("cab",), "prefix": "f", "coverage_penalty": 0.2}):
         options = Options.of(max_length=10, weights=(2.0, 1.0, 0.5), alignment=True, **settings)
         for text, (h, *_) in zip(texts, generate(runs, texts, options), strict=True):
@@ -36,7 +39,7 @@ def test_architectures_and_source_vocabularies_may_differ() -> None:
             assert h.alignment is not None and len(h.alignment.soft) == len(h.ids) - 1
 
 
-def test_an_ensemble_is_the_weighted_mean_of_log_probabilities() -> None:
+def test_ensemble_scores_are_the_weighted_mean_of_log_probabilities() -> None:
     runs = [run_of("transformer-tiny", 1), run_of("rnn-luong", 2)]
     (scored,) = score(runs, [("fad", "be")], Options(weights=(3.0, 1.0)))
     logits = []

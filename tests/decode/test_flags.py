@@ -1,4 +1,4 @@
-"""Suspicious outputs have flags with a reason."""
+"""Suspicious outputs are flagged with a reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from regard.errors import plural
 
 
 @given(st.lists(st.integers(4, 9), max_size=4), st.lists(st.integers(4, 9), min_size=1, max_size=3), st.integers(8, 12))
-def test_a_loop_is_found_wherever_it_is(before: list[int], unit: list[int], turns: int) -> None:
-    size, found = longest_loop([*before, *unit * turns, 10, 11]) or (0, 0)
-    assert size * found >= len(unit) * turns - len(unit)
+def test_longest_loop_is_found_at_any_position(before: list[int], unit: list[int], turns: int) -> None:
+    size, repeats = longest_loop([*before, *unit * turns, 10, 11]) or (0, 0)
+    assert size * repeats >= len(unit) * turns - len(unit)
 
 
 @given(st.permutations(range(4, 24)))
@@ -34,7 +34,7 @@ def test_distinct_tokens_are_not_a_loop(ids: list[int]) -> None:
         ([5, 6, 7], 3, -4.0, "low_score", "-4.00 per token"),
     ],
 )
-def test_reasons(ids: list[int], source: int, scores: float, flag: str, reason: str) -> None:
+def test_flags_give_the_reason(ids: list[int], source: int, scores: float, flag: str, reason: str) -> None:
     flags = output_flags(ids, source, [scores] * (len(ids) + 1))
     assert list(flags) == [flag] and reason in flags[flag]
 
@@ -44,7 +44,7 @@ def test_good_outputs_have_no_flags() -> None:
     assert output_flags([], 1, [-0.1]) == {}
 
 
-def test_concentrated_and_uniform_attention() -> None:
+def test_concentrated_and_uniform_attention_are_flagged() -> None:
     source = tuple("abcdefg")
     parked = np.full((8, 7), 0.01)
     parked[:, 6] = 0.94
@@ -62,5 +62,5 @@ def test_an_output_that_ends_at_its_limit_is_flagged() -> None:
         assert short.as_dict()["flags"] == short.flags
 
 
-def test_an_alignment_counts_its_tokens() -> None:
+def test_repr_of_an_alignment_shows_token_counts() -> None:
     assert repr(Alignment(np.ones((1, 2)), ("a", "<eos>"), ("b",))) == "Alignment(1 output token, 2 source tokens)"

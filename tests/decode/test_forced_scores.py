@@ -1,4 +1,4 @@
-"""Promise 2: token scores sum to the score, and forced decoding gives the same token scores."""
+"""Token scores sum to the score, and forced decoding gives the same token scores."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from regard.run import Run
 from regard.text.codec import Example
 
 
-def check(run: Run, texts: list[str], options: Options) -> None:
+def check_scores(run: Run, texts: list[str], options: Options) -> None:
     rows = list(generate(run, texts, options))
     pairs = [(text, h) for text, row in zip(texts, rows, strict=True) for h in row]
     forced = list(score(run, [(text, h.text) for text, h in pairs]))
-    for (_, h), again in zip(pairs, forced, strict=True):
+    for (_, h), rescored in zip(pairs, forced, strict=True):
         assert math.fsum(h.token_scores) == pytest.approx(h.score, abs=1e-6)
         assert all(s <= 1e-6 for s in h.token_scores)
         assert h.normalized == pytest.approx(h.score / len(h.ids) ** options.length_penalty)
         assert len(h.tokens) == len(h.token_scores) == len(h.ids) and h.ids[-1] == 3
         if "segmentation" not in h.flags:
-            assert again.tokens == h.tokens
-            assert again.token_scores == pytest.approx(h.token_scores, abs=1e-5)
-            assert again.score == pytest.approx(h.score, abs=1e-5 * len(h.ids))
+            assert rescored.tokens == h.tokens
+            assert rescored.token_scores == pytest.approx(h.token_scores, abs=1e-5)
+            assert rescored.score == pytest.approx(h.score, abs=1e-5 * len(h.ids))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -38,21 +38,21 @@ def check(run: Run, texts: list[str], options: Options) -> None:
     names, seeds, st.sampled_from(["char", "space", "word", "bpe:290"]), st.sampled_from(sorted(STRATEGIES)),
     st.lists(words, min_size=1, max_size=3),
 )  # fmt: skip
-def test_every_strategy_reports_the_scores_of_the_model(
+def test_scores_of_every_strategy_equal_forced_scores(
     name: str, seed: int, scheme: str, strategy: str, texts: list[str]
 ) -> None:
-    chosen = dict(STRATEGIES[strategy])
+    options = dict(STRATEGIES[strategy])
     for key in ("require", "forbid"):
-        if key in chosen and scheme == "space":
-            chosen[key] = tuple(" ".join(phrase) for phrase in chosen[key])
-    if scheme == "word":  # whole words are tokens there
-        chosen.pop("require", None)
-    check(run_of(name, seed, scheme), texts, Options.of(max_length=12, **chosen))
+        if key in options and scheme == "space":
+            options[key] = tuple(" ".join(phrase) for phrase in options[key])
+    if scheme == "word":  # the vocabulary contains whole words only
+        options.pop("require", None)
+    check_scores(run_of(name, seed, scheme), texts, Options.of(max_length=12, **options))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_of_a_trained_model(name: str) -> None:
-    check(trained(name), sources(8, 20, 6), Options(beam=5, nbest=5))
+def test_scores_of_a_trained_model_equal_forced_scores(name: str) -> None:
+    check_scores(trained(name), sources(8, 20, 6), Options(beam=5, nbest=5))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,7 +86,7 @@ def test_forced_scores_are_log_probabilities_of_the_model() -> None:
     assert scored.tokens == ("b", "a", "<eos>") and scored.as_dict()["score"] == scored.score
 
 
-def test_empty_sides() -> None:
+def test_scores_of_empty_sources_and_targets() -> None:
     run = run_of("transformer-tiny", 0)
     both, target, source = score(run, [("", ""), ("abc", ""), ("", "abc")])
     assert (both.score, both.tokens) == (0.0, ())

@@ -1,4 +1,4 @@
-"""Generation from lines: order, bounded memory, and any text."""
+"""Generating from lines: order, limited read-ahead, and unusual input."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def test_outputs_of_a_trained_model_are_correct_and_in_order(name: str) -> None:
         assert sum(row[0].text == lesson(text) for text, row in zip(texts, rows, strict=True)) > 15
 
 
-def test_only_a_window_is_read_ahead() -> None:
-    read = []
+def test_generate_reads_one_window_ahead() -> None:
+    line_numbers = []
 
     def lines() -> Iterator[str]:
         for i in range(10**9):
-            read.append(i)
+            line_numbers.append(i)
             yield "abc"
 
     answers = generate(run_of("rnn-luong", 1), lines(), Options(window=5, max_length=3))
     for _ in range(7):
         next(answers)
-    assert len(read) == 10
+    assert len(line_numbers) == 10
 
 
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 100))
-def test_batches_hold_everything_once_within_the_budget(lengths: list[int], budget: int) -> None:
+def test_batches_contain_every_index_once_and_respect_the_token_budget(lengths: list[int], budget: int) -> None:
     batches = list(by_length(lengths, budget))
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     assert all(len(b) == 1 or len(b) * max(lengths[i] for i in b) <= budget for b in batches)
 
 
 @given(st.lists(st.integers()), st.integers(1, 9))
-def test_windows_are_the_list_in_parts(items: list[int], size: int) -> None:
+def test_windows_partition_the_items_in_order(items: list[int], size: int) -> None:
     parts = list(windows(iter(items), size))
     assert [x for part in parts for x in part] == items and all(len(part) == size for part in parts[:-1])
 
@@ -61,7 +61,7 @@ def test_windows_are_the_list_in_parts(items: list[int], size: int) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"beam": 3, "nbest": 3}, {"mbr": 4}, {"alternatives": 2}, {"alignment": True}]
 )
-def test_an_empty_line_is_an_empty_output_without_the_model(settings: dict[str, object]) -> None:
+def test_empty_lines_give_empty_outputs_without_a_forward_pass(settings: dict[str, object]) -> None:
     run = run_of("transformer-tiny", 1)
     rows = list(generate(run, ["", "abc", "  ", "\t"], Options.of(max_length=9, **settings)))
     for i in (0, 2, 3):
@@ -88,16 +88,16 @@ def test_an_overlong_source_is_flagged_without_a_forward_pass(name: str) -> None
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=4), st.sampled_from([{}, {"beam": 2}, {"sample": True}]))
-def test_any_text_has_an_answer(texts: list[str], chosen: dict[str, object]) -> None:
-    """Unknown tokens, control characters, other scripts."""
-    rows = list(generate(run_of("rnn-bahdanau", 1), texts, Options.of(max_length=4, **chosen)))
+def test_any_text_gives_json_serialisable_outputs(texts: list[str], strategy: dict[str, object]) -> None:
+    """The texts contain unknown tokens, control characters and other scripts."""
+    rows = list(generate(run_of("rnn-bahdanau", 1), texts, Options.of(max_length=4, **strategy)))
     assert len(rows) == len(texts)
     for row in rows:
         for h in row:
             json.dumps(h.as_dict(), allow_nan=False)
 
 
-def test_learned_positions_bound_both_sides() -> None:
+def test_learned_positions_limit_source_and_target() -> None:
     codec = Codec(tokenizer("char"), tokenizer("char"))
     stack = {"layers": 1, "width": 16, "ff": 16, "heads": 2, "position": "learned", "max_length": 9}
     vocabs = {"source_vocab": codec.source_vocab, "target_vocab": codec.target_vocab}
@@ -117,7 +117,7 @@ def test_learned_positions_bound_both_sides() -> None:
         list(generate(run, ["abc"], Options(min_length=9)))
 
 
-def test_inputs_of_every_kind_and_features() -> None:
+def test_equivalent_input_types_give_equal_outputs() -> None:
     codec = Codec(tokenizer("char"), tokenizer("char"), features=("PL", "SG"))
     model = blank("rnn-luong", 1, codec)
     run = Run(model.config, codec, model, Path("here"))
@@ -131,12 +131,12 @@ def test_inputs_of_every_kind_and_features() -> None:
 def test_special_tokens_are_never_produced() -> None:
     codec = Codec(shared := tokenizer("char"), shared, features=("PL", "SG"))
     model = blank("transformer-tiny", 1, codec)
-    with torch.no_grad():  # make special tokens the most probable ones
+    with torch.no_grad():  # make the special tokens the most probable
         model.output.weight.normal_()
         model.decoder.norm.bias += 20 * model.output.weight[[0, 1, 2, -1]].sum(0)
     run = Run(model.config, codec, model, Path("here"))
-    for chosen in ({}, {"beam": 3}, {"sample": True}):
-        for h, *_ in generate(run, sources(1, 5), Options.of(max_length=6, **chosen)):
+    for strategy in ({}, {"beam": 3}, {"sample": True}):
+        for h, *_ in generate(run, sources(1, 5), Options.of(max_length=6, **strategy)):
             assert not {0, 1, 2, codec.target.size, codec.target.size + 1} & set(h.ids)
     produced = {i for row in generate(run, sources(1, 5), Options(max_length=6, unknown=True)) for i in row[0].ids}
     assert 1 in produced
@@ -146,9 +146,9 @@ def test_nan_weights_are_an_error() -> None:
     run = run_of("transformer-tiny", 1)
     model = Model(run.config).eval()
     model.output.weight.data[5, 0] = float("nan")
-    for chosen in ({}, {"beam": 2}, {"sample": True}):
+    for strategy in ({}, {"beam": 2}, {"sample": True}):
         with pytest.raises(UserError, match="not numbers"):
-            list(generate(Run(run.config, run.codec, model, run.path), ["abc"], Options.of(**chosen)))
+            list(generate(Run(run.config, run.codec, model, run.path), ["abc"], Options.of(**strategy)))
 
 
 def test_a_model_in_training_is_refused() -> None:

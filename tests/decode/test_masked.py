@@ -1,4 +1,4 @@
-"""Filled masks and embeddings, compared with logits and vectors computed by hand, and with transformers."""
+"""Mask filling and embeddings equal direct computations, and mask filling equals transformers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ TEXTS = [" ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 6)) + "." for i 
 
 @cache
 def encoder(scheme: str = "char", mask: bool = True, **changes: Any) -> LoadedRun:
-    """A masked language model of random weights, with positions for 24 tokens."""
+    """A masked language model with random weights and 24 positions."""
     codec = Codec(Tokenizer.train(scheme, TEXTS, mask=mask), frame="both")
     stack = {"layers": 1, "width": 16, "heads": 2, "ff": 32, "dropout": 0.0, "position": "learned", "max_length": 24}
-    size = codec.source_vocab + 3  # rows to spare, which are no tokens
+    size = codec.source_vocab + 3  # three padding rows without tokens
     values = {"source_vocab": size, "target_vocab": size, "encoder": stack, "frame": "both", "tie_output": False}
     torch.manual_seed(1)
     config = parse(Config, values | {"ids": codec.ids.model_dump()} | changes, "test")
@@ -43,10 +43,11 @@ def encoder(scheme: str = "char", mask: bool = True, **changes: Any) -> LoadedRu
     return LoadedRun(config, codec, model, Path("random"))
 
 
-def test_candidates_are_the_logits_at_each_mask() -> None:
+def test_candidates_are_ranked_by_the_logits_at_each_mask() -> None:
     run = encoder()
     ((best,),) = run.generate(["the <mask>a<mask>"], top_tokens=4)
-    mask, (t, h, e, space, a) = run.config.ids.mask, run.codec.source.encode(["the a"])[0]
+    mask = run.config.ids.mask
+    t, h, e, space, a = run.codec.source.encode(["the a"])[0]
     row = [run.config.ids.sos, t, h, e, space, mask, a, mask, run.config.ids.eos]
     logp_NV = run.logits([row])[0, [5, 7]].log_softmax(-1)
     logp_NV[:, [*run.codec.source.special, *range(run.codec.source.size, run.config.source_vocab)]] = -math.inf
@@ -64,17 +65,22 @@ def test_candidates_are_the_logits_at_each_mask() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(SCHEMES), st.lists(st.sampled_from(WORDS), min_size=1, max_size=5), st.data())
-def test_a_masked_token_is_masked_as_in_training_and_fills_its_place(scheme: str, words: list[str], data: Any) -> None:
+def test_mask_in_text_replaces_one_token_and_filling_restores_the_text(
+    scheme: str, words: list[str], data: Any
+) -> None:
     """Masking a token in the text masks one id, and filling the mask with that token restores the text."""
     run = encoder(scheme)
-    engine, source = MaskFiller(run), run.codec.source
+    engine = MaskFiller(run)
+    source = run.codec.source
     (ids,) = source.encode([text := " ".join(words)])
     spellings = source.spellings()
     at = data.draw(st.integers(0, len(ids) - 1))
-    before, token, after = b"".join(spellings[i] for i in ids[:at]), ids[at], ids[at + 1 :]
+    before = b"".join(spellings[i] for i in ids[:at])
+    token = ids[at]
+    after = ids[at + 1 :]
     try:
         parts = before.decode(), b"".join(spellings[i] for i in after).decode()
-    except UnicodeDecodeError:  # the token ends within a character
+    except UnicodeDecodeError:  # the token boundary is inside a character
         return
     if source.encode(list(parts)) != [ids[:at], after]:  # the parts are tokenised differently
         return
@@ -125,7 +131,7 @@ def test_texts_that_cannot_be_filled_are_flagged() -> None:
         encoder(output="none").generate(["<mask>"])
 
 
-def test_the_command_line_fills_masks(tmp_path: Path) -> None:
+def test_generate_command_fills_masks(tmp_path: Path) -> None:
     run = encoder("word")
     run.save(tmp_path / "run")
     lines = ["the <mask> sat", "nothing", "", "a <mask> on <mask>\tmat"]
@@ -153,7 +159,7 @@ def test_the_command_line_fills_masks(tmp_path: Path) -> None:
         )
 
 
-def test_masks_are_filled_as_by_transformers(tmp_path: Path) -> None:
+def test_filled_masks_equal_those_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from regard.convert.hf import from_hf
 
@@ -168,10 +174,10 @@ def test_masks_are_filled_as_by_transformers(tmp_path: Path) -> None:
         tokenizer.save_pretrained(tmp_path / "hf")
         model.save_pretrained(tmp_path / "hf")
         theirs = transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=len(words))
-        found = theirs("The [MASK] sat on [MASK].")
+        expected = theirs("The [MASK] sat on [MASK].")
     from_hf(tmp_path / "hf", tmp_path / "run", 1, lambda _: None)
     ((ours,),) = LoadedRun.load(tmp_path / "run").generate(["The [MASK] sat on [MASK]."], top_tokens=3)
-    for top, candidates in zip(ours.top_tokens, found, strict=True):
+    for top, candidates in zip(ours.top_tokens, expected, strict=True):
         texts = [each for each in candidates if each["token_str"] not in words[:5]][:3]
         assert [token for token, _ in top] == [words[each["token"]] for each in texts]
         assert [math.exp(score) for _, score in top] == pytest.approx([each["score"] for each in texts], abs=1e-5)
@@ -179,18 +185,19 @@ def test_masks_are_filled_as_by_transformers(tmp_path: Path) -> None:
 
 # Embeddings
 
-SHORT, LONG = "the cat sat.", "the cat sat on a mat. " * 3  # 24 positions hold 22 characters and two special tokens
+SHORT = "the cat sat."
+LONG = "the cat sat on a mat. " * 3  # 24 positions hold 22 characters and two special tokens
 
 
 def test_a_long_text_is_truncated_with_a_warning() -> None:
     run = encoder()
-    with pytest.warns(UserWarning, match=r"1 text truncated to the 22 tokens .* \(texts\[1\] has 66\)") as warned:
+    with pytest.warns(UserWarning, match=r"1 text truncated to the 22 tokens .* \(texts\[1\] has 66\)") as warnings_:
         vectors = run.embed([SHORT, LONG])
-    assert warned[0].filename == __file__
+    assert warnings_[0].filename == __file__
     np.testing.assert_allclose(vectors, run.embed([SHORT, LONG[:22]]), atol=1e-6)
 
 
-def test_windows_are_averaged_by_their_tokens() -> None:
+def test_window_embeddings_are_averaged_over_their_tokens() -> None:
     run = encoder()
     texts = [LONG[:50], SHORT, "", LONG[:22]]
     vectors = run.embed(texts, average_windows=True, normalize=False, batch_tokens=40)

@@ -1,4 +1,4 @@
-"""Minimum Bayes risk: the candidate with the highest expected utility."""
+"""Minimum Bayes risk decoding picks the candidate with the highest expected utility."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ UTILITIES = ("chrf", "bleu", "edit", "exact")
 
 @pytest.mark.parametrize("utility", UTILITIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_choice_from_one_sample_is_that_sample(name: str, utility: str) -> None:
-    run, texts = run_of(name, 2), sources(1, 4)
-    sampled = list(generate(run, texts, Options(sample=True, seed=3, max_length=9)))
-    chosen = list(generate(run, texts, Options.of(mbr=1, utility=utility, seed=3, max_length=9)))
-    for (sample,), (choice,) in zip(sampled, chosen, strict=True):
+def test_mbr_with_one_sample_returns_that_sample(name: str, utility: str) -> None:
+    run = run_of(name, 2)
+    texts = sources(1, 4)
+    samples = list(generate(run, texts, Options(sample=True, seed=3, max_length=9)))
+    choices = list(generate(run, texts, Options.of(mbr=1, utility=utility, seed=3, max_length=9)))
+    for (sample,), (choice,) in zip(samples, choices, strict=True):
         assert choice.ids == sample.ids and choice.score == pytest.approx(sample.score)
         assert choice.utility == pytest.approx(1.0)
 
@@ -35,16 +36,19 @@ def test_candidates_are_ordered_by_expected_utility(settings: dict[str, object])
         assert all(0 <= u <= 1 for u in utilities)
 
 
-def test_the_best_output_has_all_candidates() -> None:
-    run, chosen = run_of("rnn-luong", 2), {"mbr": 6, "utility": "edit", "max_length": 9}
-    few, all_ = (list(generate(run, sources(2, 4), Options.of(nbest=n, **chosen))) for n in (1, 6))
-    for (best,), every in zip(few, all_, strict=True):
-        assert [(h.text, h.utility, h.score) for h in best.candidates] == [(h.text, h.utility, h.score) for h in every]
+def test_best_output_lists_all_candidates() -> None:
+    run = run_of("rnn-luong", 2)
+    options = {"mbr": 6, "utility": "edit", "max_length": 9}
+    few, all_ = (list(generate(run, sources(2, 4), Options.of(nbest=n, **options))) for n in (1, 6))
+    for (best,), candidates in zip(few, all_, strict=True):
+        assert [(h.text, h.utility, h.score) for h in best.candidates] == [
+            (h.text, h.utility, h.score) for h in candidates
+        ]
     assert not any(h.candidates for (h,) in generate(run, ["abc"]))
 
 
 @pytest.mark.parametrize("utility", UTILITIES)
-def test_the_most_typical_candidate_wins(utility: str) -> None:
+def test_most_typical_candidate_has_the_highest_utility(utility: str) -> None:
     texts = ["the cat sat on a mat", "the cat sat on the mat", "the cat sat on the mat", "a dog ran away there"]
     values = expected_utility(texts, [0.25] * 4, utility)
     assert max(values) == values[1] == values[2]
@@ -64,12 +68,12 @@ def test_expected_utility_is_a_weighted_mean(texts: list[str], rng: object) -> N
         )
 
 
-def test_edit_distance_counts_tokens_where_they_are_spaced() -> None:
+def test_edit_utility_counts_tokens_for_spaced_text_and_characters_otherwise() -> None:
     spaced = expected_utility(["AA B", "AX B"], [0.5, 0.5], "edit", spaced=True)
     letters = expected_utility(["AA B", "AX B"], [0.5, 0.5], "edit")
     assert spaced == pytest.approx([0.75, 0.75]) and letters == pytest.approx([0.875, 0.875])
 
 
-def test_shares_sum_to_one_however_small() -> None:
+def test_probability_shares_of_tiny_probabilities_sum_to_one() -> None:
     values = probability_shares([-1000.0, -1001.0, -2000.0])
     assert math.fsum(values) == pytest.approx(1) and values[0] / values[1] == pytest.approx(math.e)

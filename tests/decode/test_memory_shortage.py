@@ -1,4 +1,4 @@
-"""When memory runs out, batches are split. An input that does not fit by itself is flagged; the others are answered."""
+"""Batches are split when memory runs out; a single input that does not fit is flagged."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ UNFIT = "abcdefabcdefabcd"
 TEXTS = [*sources(1, 9), UNFIT, *sources(2, 9)]
 
 
-def limit(monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> list[int]:
-    """Simulate a lack of memory for batches of more rows or tokens -> a list with one entry per failure."""
+def limit_memory(monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> list[int]:
+    """Make batches with more rows or tokens run out of memory; the result has one entry per failure."""
     failures: list[int] = []
 
-    def limited(original: Callable[..., Any]) -> Callable[..., Any]:
+    def with_limit(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Model, source_BS: torch.Tensor, *others: Any) -> Any:
             if source_BS.shape[0] > rows or source_BS.shape[1] > tokens:
                 failures.append(1)
@@ -35,7 +35,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> list[int]:
         return call
 
     for name in ("encode", "hidden", "forward"):
-        monkeypatch.setattr(Model, name, limited(getattr(Model, name)))
+        monkeypatch.setattr(Model, name, with_limit(getattr(Model, name)))
     return failures
 
 
@@ -48,39 +48,44 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "beam", "sample"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_generate(options: Options, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_splits_batches_that_do_not_fit(
+    options: Options, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
     engine = TorchEngine(run_of("transformer-tiny", 3), options)
     expected = engine(TEXTS)
-    failures = limit(monkeypatch, rows=4, tokens=len(UNFIT))
+    failures = limit_memory(monkeypatch, rows=4, tokens=len(UNFIT))
     with WorkerPool(engine, workers, always=True) if workers > 1 else engine as ours:
         answers = ours(TEXTS)
     assert failures
-    for text, answer, before in zip(TEXTS, answers, expected, strict=True):
+    for text, answer, reference in zip(TEXTS, answers, expected, strict=True):
         if text == UNFIT:
             assert [h.text for h in answer] == [""] and "17 tokens, even on its own" in answer[0].flags["out_of_memory"]
         else:
-            assert same(answer, before) and [h.flags for h in answer] == [h.flags for h in before]
+            assert same(answer, reference) and [h.flags for h in answer] == [h.flags for h in reference]
 
 
-def test_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, pairs = run_of("transformer-tiny", 3), [(text, text[::-1]) for text in TEXTS]
+def test_score_splits_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of("transformer-tiny", 3)
+    pairs = [(text, text[::-1]) for text in TEXTS]
     expected = list(score(run, pairs))
-    assert limit(monkeypatch, rows=4, tokens=len(UNFIT)) == []
-    for (text, _), ours, before in zip(pairs, score(run, pairs), expected, strict=True):
+    assert limit_memory(monkeypatch, rows=4, tokens=len(UNFIT)) == []
+    for (text, _), ours, reference in zip(pairs, score(run, pairs), expected, strict=True):
         if text == UNFIT:
             assert "34 tokens" in ours.flags["out_of_memory"] and ours.as_dict()["score"] is None
         else:
-            assert ours.score == pytest.approx(before.score, abs=1e-5) and not ours.flags
+            assert ours.score == pytest.approx(reference.score, abs=1e-5) and not ours.flags
 
 
-def test_classify(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classify_splits_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     run: Run = classifier({"position": "rotary"})
     expected = classify(run, TEXTS)
-    failures = limit(monkeypatch, rows=4, tokens=len(UNFIT) + 1)
-    for text, ours, before in zip(TEXTS, classify(run, TEXTS), expected, strict=True):
+    failures = limit_memory(monkeypatch, rows=4, tokens=len(UNFIT) + 1)
+    for text, ours, reference in zip(TEXTS, classify(run, TEXTS), expected, strict=True):
         if text == UNFIT:
             assert "18 tokens" in ours.flags["out_of_memory"] and not ours.label
         else:
-            assert ours.label == before.label and ours.probabilities == pytest.approx(before.probabilities, abs=1e-5)
+            assert ours.label == reference.label and ours.probabilities == pytest.approx(
+                reference.probabilities, abs=1e-5
+            )
     assert failures

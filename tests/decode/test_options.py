@@ -1,4 +1,4 @@
-"""Wrong constraints are refused with the name of the option."""
+"""Invalid options are refused by name, and unsatisfiable constraints are refused or flagged."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ NAN = float("nan")
         ({"beem": 3}, "beem: no such key; did you mean 'beam'"),
     ],
 )
-def test_options_that_make_no_sense(settings: dict[str, object], message: str) -> None:
+def test_invalid_options_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UserError) as error:
         Options.of(**settings)
     assert message in str(error.value)
@@ -84,7 +84,7 @@ def test_options_that_make_no_sense(settings: dict[str, object], message: str) -
         {"temperature": 1.0, "utility": "chrf"},
     ],
 )
-def test_options_that_are_used(settings: dict[str, object]) -> None:
+def test_valid_options_are_accepted_and_survive_a_round_trip(settings: dict[str, object]) -> None:
     options = Options.of(**settings)
     assert Options.of(**options.model_dump()) == options
 
@@ -109,10 +109,11 @@ def test_options_that_are_used(settings: dict[str, object]) -> None:
         (Request("abc"), {"prefix": "abcd", "max_ratio": 1.0}, "prefix 'abcd': its 4 tokens exceed the output limit"),
     ],
 )
-def test_constraints_of_a_line_that_cannot_be_met_are_flagged(
+def test_unsatisfiable_constraints_of_a_request_are_flagged(
     request_: Request, settings: dict[str, object], message: str
 ) -> None:
-    run, others = run_of("rnn-luong", 1), [Request("ab", prefix="fade"), Request("fa", prefix="fade")]
+    run = run_of("rnn-luong", 1)
+    others = [Request("ab", prefix="fade"), Request("fa", prefix="fade")]
     for strategy in ({}, {"beam": 2}, {"sample": True}):
         options = Options.of(**settings, **strategy)
         first, bad, last = generate(run, [others[0], request_, others[1]], options)
@@ -131,15 +132,13 @@ def test_constraints_of_a_line_that_cannot_be_met_are_flagged(
         ({"prefix": "abc", "alternatives": 2, "alternatives_at": 1}, "alternatives_at 1 lies within"),
     ],
 )
-def test_options_that_no_line_can_meet_are_refused_before_any_is_read(
-    settings: dict[str, object], message: str
-) -> None:
+def test_unsatisfiable_options_are_refused_before_reading_input(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UserError) as error:
         TorchEngine(run_of("rnn-luong", 1), Options.of(**settings))
     assert message in str(error.value)
 
 
-def test_a_phrase_within_another_is_no_contradiction_where_tokens_are_spaced() -> None:
+def test_parts_of_space_separated_tokens_do_not_conflict() -> None:
     codec = Codec(tokenizer("char"), Tokenizer.train("space", ["S SH H A AH"]))
     model = blank("rnn-luong", 1, codec)
     run = Run(model.config, codec, model, Path("here"))
@@ -151,17 +150,18 @@ def test_a_phrase_within_another_is_no_contradiction_where_tokens_are_spaced() -
         TorchEngine(run, Options(require=("A SH",), forbid=("SH",)))
 
 
-def test_phrases_of_separated_tokens() -> None:
+def test_phrases_with_a_space_separated_vocabulary() -> None:
     run = run_of("rnn-luong", 1, "space")
     with pytest.raises(UserError, match="require 'a ß': 'ß' is not in the target vocabulary"):
         list(generate(run, ["abc"], Options(require=("a ß",))))
     with pytest.raises(UserError, match="require ' ': this phrase is empty"):
         list(generate(run, ["abc"], Options(require=(" ",))))
-    (h,) = next(generate(run, ["abc"], Options(forbid=("ß",), max_length=4)))  # never produced anyway
+    # Not in the vocabulary, so it is never produced.
+    (h,) = next(generate(run, ["abc"], Options(forbid=("ß",), max_length=4)))
     assert "unsatisfied" not in h.flags
 
 
-def test_rules_that_leave_nothing_give_a_flagged_empty_output() -> None:
+def test_rules_that_allow_no_output_give_a_flagged_empty_output() -> None:
     options = Options(forbid=tuple("abcdef"), min_length=3, max_length=5)
     for strategy in ({}, {"beam": 3}, {"sample": True}, {"mbr": 2}, {"alternatives": 2}):
         (h,) = next(generate(run_of("rnn-luong", 1), ["abc"], options.model_copy(update=strategy)))

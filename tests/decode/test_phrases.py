@@ -1,4 +1,4 @@
-"""The automaton of phrases compared with plain string search."""
+"""The phrase automaton equals plain string search."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ vocabularies = st.lists(st.lists(letters, max_size=3).map(tuple), min_size=1, ma
 
 
 def spelling(tokens: list[Letters], usable: list[bool] | None = None, end: Letters = ()) -> Spelling:
-    """A vocabulary whose last token is the end."""
+    """The spelling of a vocabulary whose last token is the end token."""
     return Spelling([*tokens, end], [*(usable or [True] * len(tokens))[: len(tokens)], False], len(tokens))
 
 
@@ -24,19 +24,19 @@ def occurs(phrase: Letters, text: Letters) -> bool:
     return any(text[i : i + len(phrase)] == phrase for i in range(len(text) - len(phrase) + 1))
 
 
-def spelled(tokens: list[Letters], ids: list[int]) -> Letters:
+def letters_of(tokens: list[Letters], ids: list[int]) -> Letters:
     return tuple(letter for index in ids for letter in tokens[index])
 
 
 @settings(max_examples=300, deadline=None)
 @given(vocabularies, phrases, phrases, st.lists(st.integers(0, 5), max_size=8))
-def test_the_automaton_finds_the_same_as_string_search(
+def test_automaton_equals_string_search(
     tokens: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int]
 ) -> None:
     ids = [index % len(tokens) for index in ids]
-    made = make_phrases([[x] for x in require], forbid, spelling(tokens))
-    text = spelled(tokens, ids)
-    needed = made.tokens_needed(ids)
+    automaton = make_phrases([[x] for x in require], forbid, spelling(tokens))
+    text = letters_of(tokens, ids)
+    needed = automaton.tokens_needed(ids)
     assert (needed is None) == any(occurs(phrase, text) for phrase in forbid)
     if needed is not None:
         assert (needed == 0) == all(occurs(phrase, text) for phrase in require)
@@ -59,12 +59,12 @@ def test_nested_phrases_are_found(text: Letters, data: st.DataObject) -> None:
 def test_tokens_needed_is_the_shortest_path(
     tokens: list[Letters], require: list[Letters], forbid: list[Letters], usable: list[bool]
 ) -> None:
-    made = make_phrases([[x] for x in require], forbid, spelling(tokens, usable))
-    needed = made.tokens_needed([])
+    automaton = make_phrases([[x] for x in require], forbid, spelling(tokens, usable))
+    needed = automaton.tokens_needed([])
     assert needed is not None
     allowed = [index for index in range(len(tokens)) if usable[index]]
     for length in range(5):
-        texts = (spelled(tokens, list(ids)) for ids in product(allowed, repeat=length))
+        texts = (letters_of(tokens, list(ids)) for ids in product(allowed, repeat=length))
         possible = any(
             all(occurs(phrase, text) for phrase in require) and not any(occurs(phrase, text) for phrase in forbid)
             for text in texts
@@ -74,26 +74,27 @@ def test_tokens_needed_is_the_shortest_path(
             break
 
 
-def test_needs_fall_by_one_along_some_token() -> None:
-    """So a search that always leaves enough tokens never gets stuck."""
+def test_some_token_always_reduces_the_tokens_needed_by_one() -> None:
+    """So a search that reserves enough tokens can always satisfy the constraints."""
     tokens: list[Letters] = [(0,), (1,), (2,), (0, 1), (2, 2, 0)]
-    made = make_phrases([[(0, 1, 2)], [(2, 0, 0)], [(1, 1)]], [(1, 2, 2)], spelling(tokens))
-    seen, queue = {(0, 0)}, deque([(0, 0)])
+    automaton = make_phrases([[(0, 1, 2)], [(2, 0, 0)], [(1, 1)]], [(1, 2, 2)], spelling(tokens))
+    seen = {(0, 0)}
+    queue = deque([(0, 0)])
     while queue:
         met, state = queue.popleft()
-        need = int(made.need_MQ[met, state])
+        tokens_needed = int(automaton.need_MQ[met, state])
         after = []
-        for index in np.flatnonzero(~made.ban_QV[state, :-1]):
-            to = (met | int(made.met_QV[state, index]), int(made.next_QV[state, index]))
-            after.append(int(made.need_MQ[to]))
+        for index in np.flatnonzero(~automaton.ban_QV[state, :-1]):
+            to = (met | int(automaton.met_QV[state, index]), int(automaton.next_QV[state, index]))
+            after.append(int(automaton.need_MQ[to]))
             if to not in seen:
                 seen.add(to)
                 queue.append(to)
-        assert need == 0 or min(after) == need - 1
+        assert tokens_needed == 0 or min(after) == tokens_needed - 1
     assert len(seen) > 20
 
 
-def test_phrases_that_cannot_be_spelled_are_never_met() -> None:
+def test_phrases_that_cannot_be_spelled_are_unsatisfiable() -> None:
     three = spelling([(0,), (1,), (2,)], [True, True, False])
     assert make_phrases([[(0, 2)]], [], three).tokens_needed([]) == NEVER
     assert make_phrases([[(0, 1)]], [(1,)], three).tokens_needed([]) == NEVER
@@ -108,10 +109,10 @@ def test_the_end_token_may_have_letters(
     tokens: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int], end: Letters
 ) -> None:
     ids = [index % len(tokens) for index in ids]
-    made = make_phrases([[x] for x in require], forbid, spelling(tokens, end=end))
-    text = spelled(tokens, ids) + end
+    automaton = make_phrases([[x] for x in require], forbid, spelling(tokens, end=end))
+    text = letters_of(tokens, ids) + end
     may_end = all(occurs(phrase, text) for phrase in require) and not any(occurs(phrase, text) for phrase in forbid)
-    assert (made.tokens_needed(ids) == 0) == may_end
+    assert (automaton.tokens_needed(ids) == 0) == may_end
 
 
 @settings(max_examples=300, deadline=None)
@@ -120,18 +121,18 @@ def test_the_first_stop_string_is_found(
     tokens: list[Letters], stop: list[Letters], forbid: list[Letters], ids: list[int]
 ) -> None:
     ids = [index % len(tokens) for index in ids]
-    made = make_phrases([], forbid, spelling(tokens), stop)
-    text = spelled(tokens, ids)
+    automaton = make_phrases([], forbid, spelling(tokens), stop)
+    text = letters_of(tokens, ids)
     ends = [(start + len(s), start) for s in stop for start in range(len(text)) if text[start : start + len(s)] == s]
-    lengths = [len(spelled(tokens, ids[:n])) for n in range(len(ids) + 1)]
+    lengths = [len(letters_of(tokens, ids[:n])) for n in range(len(ids) + 1)]
     if not ends:
-        assert made.find_stop(ids) is None
-        certain = made.tokens_certain(ids)
-        held = max((n for s in stop for n in range(len(s)) if text[len(text) - n :] == s[:n]), default=0)
-        assert certain == sum(length <= len(text) - held for length in lengths[1:])
+        assert automaton.find_stop(ids) is None
+        certain = automaton.tokens_certain(ids)
+        held_back = max((n for s in stop for n in range(len(s)) if text[len(text) - n :] == s[:n]), default=0)
+        assert certain == sum(length <= len(text) - held_back for length in lengths[1:])
         return
     end, start = min(ends)
-    assert made.find_stop(ids) == (
+    assert automaton.find_stop(ids) == (
         next(n for n, length in enumerate(lengths) if length >= end),
         sum(length < start for length in lengths[:-1]),
     )
@@ -142,16 +143,16 @@ def test_the_first_stop_string_is_found(
 def test_tokens_needed_with_alternatives_and_stop_strings(
     tokens: list[Letters], require: list[Letters], either: list[Letters], stop: list[Letters], usable: list[bool]
 ) -> None:
-    made = make_phrases([[x] for x in require] + [either] * bool(either), [], spelling(tokens, usable), stop)
-    needed = made.tokens_needed([])
+    automaton = make_phrases([[x] for x in require] + [either] * bool(either), [], spelling(tokens, usable), stop)
+    needed = automaton.tokens_needed([])
     allowed = [index for index in range(len(tokens)) if usable[index]]
     for length in range(5):
-        found = False
+        possible = False
         for ids in product(allowed, repeat=length):
-            text = spelled(tokens, list(ids))
+            text = letters_of(tokens, list(ids))
             met = all(occurs(x, text) for x in require) and (not either or any(occurs(x, text) for x in either))
-            stopped = made.find_stop(ids)
-            found = found or (met and (stopped is None or stopped[0] == length))
-        assert found == (needed == length) or needed < length
-        if found:
+            stop_position = automaton.find_stop(ids)
+            possible = possible or (met and (stop_position is None or stop_position[0] == length))
+        assert possible == (needed == length) or needed < length
+        if possible:
             break

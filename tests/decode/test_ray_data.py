@@ -1,4 +1,4 @@
-"""Ray actors write the same file as a single process, and continue the work of a killed process."""
+"""Ray actors write the same file as a single process, and an interrupted command continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from regard.errors import UserError
 
 
 def start(home: Path, *command: object) -> subprocess.Popen[bytes]:
-    """Start the command line with its own home directory, where Ray stores files."""
+    """Start the command line with a separate home directory, because Ray stores files there."""
     (home / "home").mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "regard", *map(str, command)], stderr=subprocess.PIPE,
@@ -25,7 +25,7 @@ def start(home: Path, *command: object) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-def test_without_ray_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_reported_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "in").write_text("a\n")
     with (
@@ -36,7 +36,9 @@ def test_without_ray_the_error_names_the_extra(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_actors_write_the_same_as_one_process(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_actors_write_the_same_output_as_one_process(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     Path("words").write_text("".join(f"{word}\n" for word in [*toy_words(300, 5), "", "a\tb\tc", "zzz"]))
@@ -53,7 +55,9 @@ def test_actors_write_the_same_as_one_process(toy: Path, tmp_path: Path, monkeyp
 @pytest.mark.slow
 def test_a_killed_command_continues_without_ray(toy: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    words, out, state = tmp_path / "words", tmp_path / "out", tmp_path / "out.shards"
+    words = tmp_path / "words"
+    out = tmp_path / "out"
+    state = tmp_path / "out.shards"
     words.write_text("".join(f"{word}\n" for word in toy_words(1200, 5)))
     command = ["generate", toy / "run", words, "--window", 12, "--beam", 6, "--nbest", 2]
     process = start(tmp_path, *command, "--out", out, "--ray", "local")
@@ -72,7 +76,7 @@ def test_a_killed_command_continues_without_ray(toy: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_an_address_without_a_cluster_is_named(toy: Path, tmp_path: Path) -> None:
+def test_address_without_a_ray_cluster_is_reported(toy: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     words = tmp_path / "words"
     words.write_text("abc\n")
@@ -82,7 +86,7 @@ def test_an_address_without_a_cluster_is_named(toy: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_an_error_of_an_actor_is_an_error_of_the_command(toy: Path, tmp_path: Path) -> None:
+def test_errors_of_ray_actors_end_the_command(toy: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     words = tmp_path / "words"
     words.write_text("abc\n")

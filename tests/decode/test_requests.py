@@ -1,4 +1,4 @@
-"""Requests with constraints of their own, and requests read from JSON."""
+"""Requests with individual constraints, and requests read from JSON."""
 
 from __future__ import annotations
 
@@ -30,32 +30,35 @@ requests = st.builds(
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(names, seeds, st.lists(requests, min_size=1, max_size=4), st.sampled_from(["greedy", "beam", "sample"]))
-def test_constraints_of_requests_equal_options_and_do_not_depend_on_the_batch(
-    name: str, seed: int, several: list[Request], strategy: str
+def test_request_constraints_equal_options_in_any_batch(
+    name: str, seed: int, batch: list[Request], strategy: str
 ) -> None:
-    chosen: dict[str, Any] = {"greedy": {}, "beam": {"beam": 3, "nbest": 2}, "sample": {"sample": True}}[strategy]
-    run, options = run_of(name, seed), Options.of(max_length=9, **chosen)
-    for request, row in zip(several, generate(run, several, options), strict=True):
+    strategy_options: dict[str, Any] = {"greedy": {}, "beam": {"beam": 3, "nbest": 2}, "sample": {"sample": True}}[
+        strategy
+    ]
+    run = run_of(name, seed)
+    options = Options.of(max_length=9, **strategy_options)
+    for request, row in zip(batch, generate(run, batch, options), strict=True):
         assert same(next(generate(run, [request], options)), row)
         own = {key: value for key, value in request.model_dump().items() if value is not None}
         if any(len(each) > 1 for each in own["require"]):
-            continue  # the option require_any has only one group of alternatives
+            continue  # the option require_any supports one group of alternatives only
         own |= {"require": [x for each in own["require"] for x in each]}
         text = own.pop("source")
         try:
-            assert same(next(generate(run, [text], Options.of(**{"max_length": 9, **chosen, **own}))), row)
+            assert same(next(generate(run, [text], Options.of(**{"max_length": 9, **strategy_options, **own}))), row)
         except UserError as error:
             assert str(error) == row[0].flags["unsatisfied"] or "min_length" in str(error)
 
 
-def test_kinds_of_input_may_be_mixed() -> None:
+def test_input_types_may_be_mixed() -> None:
     run = run_of("rnn-luong", 1)
     inputs = ["fade", regard.Request("fade"), regard.Example("fade"), regard.Request("fade", max_length=1)]
     first, second, third, last = generate(run, inputs, Options(max_length=5))
     assert first == second == third and len(last[0].text) <= 1
 
 
-def test_a_seed_of_its_own_gives_another_sample() -> None:
+def test_requests_with_different_seeds_give_different_samples() -> None:
     run = run_of("transformer-tiny", 1)
     texts = {row[0].text for row in generate(run, [Request("fade", seed=i) for i in range(9)], Options(sample=True))}
     assert len(texts) > 3
@@ -75,7 +78,7 @@ def test_a_seed_of_its_own_gives_another_sample() -> None:
         ({"source": "a", "seed": -1}, "seed"),
     ],
 )
-def test_wrong_values_are_named(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused_with_the_name_of_the_key(wrong: dict[str, Any], message: str) -> None:
     for make in (lambda: Request(**wrong), lambda: parse_request(wrong)):
         with pytest.raises(UserError) as error:
             make()
@@ -96,13 +99,13 @@ def test_wrong_values_are_named(wrong: dict[str, Any], message: str) -> None:
         ({"source": "a", "hypotheses": []}, "hypotheses: is a key of the answer"),
     ],
 )
-def test_keys_that_look_like_mistakes_are_refused(data: dict[str, Any], message: str) -> None:
+def test_likely_mistakes_in_keys_are_refused_with_a_suggestion(data: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         parse_request(data)
     assert message in str(error.value)
 
 
-def test_own_keys_and_null() -> None:
+def test_unrelated_keys_and_null_values_are_ignored() -> None:
     own = {"id": 7, "score": 1, "target": "b", "reference": "c", "lang": "nl", "features2": 1}
     assert parse_request({"source": "a", "prefix": None, "features": "V", **own}) == Request("a", "V")
     with pytest.raises(UserError, match="prefix: not for this run; a request has source, features here"):
@@ -110,7 +113,7 @@ def test_own_keys_and_null() -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "language model"])
-def test_the_most_probable_tokens_are_those_of_forced_scoring(name: str) -> None:
+def test_top_tokens_equal_forced_scores(name: str) -> None:
     run = language_model("rotary", 1) if name == "language model" else run_of(name, 1)
     options = Options(beam=3, nbest=2, max_length=7, top_tokens=4, forbid=("a",))
     for text, row in zip(sources(3, 2), generate(run, sources(3, 2), options), strict=True):
@@ -120,7 +123,7 @@ def test_the_most_probable_tokens_are_those_of_forced_scoring(name: str) -> None
                 assert len(top) == 4 and [x for _, x in top] == sorted((x for _, x in top), reverse=True)
                 assert dict(top).get(token, score) == pytest.approx(score, abs=1e-5)
                 assert token in dict(top) or score <= top[-1][1] + 1e-5
-                before = "".join(h.tokens[:position])  # not affected by the rules: may include a forbidden token
+                before = "".join(h.tokens[:position])  # top tokens ignore the rules and may include forbidden tokens
                 forced = force(run, [(text, before + letter) for letter in LETTERS])
                 best = sorted((scored.token_scores[position] for scored in forced), reverse=True)
                 shown = [x for piece, x in top if piece in LETTERS]

@@ -1,4 +1,4 @@
-"""Mistakes in runs and inputs: missing or superfluous features, unknown tokens, NaN weights."""
+"""Errors in runs and inputs: missing or superfluous features, unknown tokens, NaN weights."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ REFUSED = "features: not for this run, which was trained without features"
 
 @pytest.fixture(scope="module")
 def inflected() -> LoadedRun:
-    """A run with features, of random weights."""
+    """A run with features and random weights."""
     codec = Codec(tokenizer("char"), tokenizer("char"), ("N", "PL"), ("source", "features", "target"))
     model = blank("transformer-tiny", 1, codec)
     return LoadedRun(model.config, codec, model, Path("random"))
 
 
-def loaded(run: Run) -> LoadedRun:
+def as_loaded(run: Run) -> LoadedRun:
     return LoadedRun(run.config, run.codec, run.model, run.path, run.labels)
 
 
 def test_missing_and_superfluous_features_are_flagged(inflected: LoadedRun) -> None:
-    plain = loaded(run_of("transformer-tiny"))
+    plain = as_loaded(run_of("transformer-tiny"))
     for run, wrong, reason in ((inflected, Example("ab"), NEEDED), (plain, Example("ab", None, "N"), REFUSED)):
         right = Example("ab", None, "N;PL" if run is inflected else None)
         bad, good, empty = (row[0] for row in run.generate([wrong, right, wrong._replace(source="")], max_length=5))
@@ -58,20 +58,21 @@ def test_missing_and_superfluous_features_are_flagged(inflected: LoadedRun) -> N
 
 
 def test_unknown_tokens_and_features_are_flagged(inflected: LoadedRun) -> None:
-    example, reason = Example("aßb", None, "N;DU"), "not in the vocabulary: 'ß' (U+00DF), 'DU'"
+    example = Example("aßb", None, "N;DU")
+    reason = "not in the vocabulary: 'ß' (U+00DF), 'DU'"
     ((best,),) = inflected.generate([example], max_length=4)
     assert best.flags["unknown"] == reason and best.ids
     (scored,) = inflected.score([example._replace(target="bq")])
     assert scored.flags == {"unknown": f"{reason}, 'q'"} and scored.score < 0
-    with pytest.warns(UserWarning, match="attention: not in the vocabulary") as warned:
+    with pytest.warns(UserWarning, match="attention: not in the vocabulary") as warnings_:
         inflected.attention(example, "b")
-    assert warned[0].filename == __file__
+    assert warnings_[0].filename == __file__
     (answer,) = classify(family("classes"), ["aß"])
     assert answer.flags and answer.label and answer.as_dict()["label"] == answer.label
 
 
-def broken(run: Run, path: Path) -> Run:
-    """A copy of a run on disk with one NaN weight."""
+def break_weights(run: Run, path: Path) -> Run:
+    """Save a copy of a run with NaN weights."""
     run.save(path)
     copy = Run.load(path)
     with torch.no_grad():
@@ -84,7 +85,7 @@ def broken(run: Run, path: Path) -> Run:
 
 
 def test_broken_weights_are_refused(tmp_path: Path) -> None:
-    run = broken(run_of("transformer-tiny"), tmp_path / "nan")
+    run = break_weights(run_of("transformer-tiny"), tmp_path / "nan")
     run_of("transformer-tiny").save(tmp_path / "good")
     with pytest.raises(UserError, match="not numbers"):
         list(score(run, [("ab", "ba")]))
@@ -96,19 +97,19 @@ def test_broken_weights_are_refused(tmp_path: Path) -> None:
         ["prune", tmp_path / "nan", tmp_path / "small", "--data", tmp_path / "pairs.tsv", "--heads", 1],
     ):
         assert "some weights are not finite numbers" in call(*verb).err
-    looked = call("inspect", tmp_path / "nan", "ab", "--target", "ba", "-o", tmp_path / "page.html")
-    assert looked.code == 2 and "some weights are not finite numbers" in looked.err
+    inspection = call("inspect", tmp_path / "nan", "ab", "--target", "ba", "-o", tmp_path / "page.html")
+    assert inspection.code == 2 and "some weights are not finite numbers" in inspection.err
     for order in (["nan", "good"], ["good", "nan"]):
         with pytest.raises(UserError, match=r"nan: some weights are not finite numbers \(\w"):
             average([tmp_path / name for name in order], tmp_path / "mean")
         assert not (tmp_path / "mean").exists()
     for kind in ("lm", "masked"):
-        other = broken(family(kind), tmp_path / kind)
+        other = break_weights(family(kind), tmp_path / kind)
         with pytest.raises(UserError, match="not numbers"):
             score_text(other, torch.tensor(other.codec.source.encode(["abcabcabc"])[0]).numpy(), 4)
     with pytest.raises(UserError, match="not numbers"):
-        classify(broken(family("classes"), tmp_path / "classes"), ["abc"])
+        classify(break_weights(family("classes"), tmp_path / "classes"), ["abc"])
     with pytest.raises(UserError, match="not numbers"):
-        loaded(Run.load(tmp_path / "masked")).generate(["<mask>a"])
+        as_loaded(Run.load(tmp_path / "masked")).generate(["<mask>a"])
     with pytest.raises(UserError, match="not numbers"):
-        loaded(Run.load(tmp_path / "masked")).embed(["abc"])
+        as_loaded(Run.load(tmp_path / "masked")).embed(["abc"])

@@ -1,4 +1,4 @@
-"""Reading sources in parts, and removing finished sentences from a batch."""
+"""Encoding sources in parts, and removing finished rows from a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 
 @given(lengths, st.integers(1, 200))
-def test_parts_are_in_order_complete_and_large_enough(counts: list[int], enough: int) -> None:
+def test_parts_of_similar_lengths_are_ordered_complete_and_large_enough(counts: list[int], enough: int) -> None:
     sources = [[4] * count for count in counts]
     parts = list(similar_lengths(sources, enough))
     assert [source for part in parts for source in part] == sources
@@ -28,25 +28,30 @@ def test_parts_are_in_order_complete_and_large_enough(counts: list[int], enough:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reading_in_parts_equals_reading_at_once(name: str) -> None:
-    model, draws = run_of(name, 1).model, torch.Generator().manual_seed(0)
+def test_encoding_in_parts_equals_encoding_in_one_batch(name: str) -> None:
+    model = run_of(name, 1).model
+    draws = torch.Generator().manual_seed(0)
     counts = [20] * 30 + [11] * 40 + [12, 9] * 20 + [2] * 7
     sources = [[*torch.randint(4, 10, (count,), generator=draws).tolist(), 3] for count in counts]
     assert len(list(similar_lengths(sources))) == 3
-    scorer, inputs = Scorer([model]), [SearchInput((source,), 5) for source in sources]
+    scorer = Scorer([model])
+    inputs = [SearchInput((source,), 5) for source in sources]
     with torch.inference_mode():
         (tokens,), states = scorer.start(inputs)
         others: States = (model.encode(*pad(sources, 0)),)
         everyone = torch.arange(len(inputs))
         for rows, stay in ((everyone, None), (everyone[1:], everyone[1:])):
-            states, others, tokens = select(states, rows, stay), select(others, rows, stay), tokens[rows]
+            states = select(states, rows, stay)
+            others = select(others, rows, stay)
+            tokens = tokens[rows]
             (logp_NV, states), (expected_NV, others) = scorer.step(tokens, states), scorer.step(tokens, others)
             torch.testing.assert_close(logp_NV, expected_NV, atol=1e-5, rtol=1e-5)
             tokens = expected_NV.argmax(1)
 
 
-def test_finished_sentences_leave_together_or_at_their_limit() -> None:
-    gone, none = torch.arange(16) < 1, torch.zeros(16, dtype=torch.bool)
-    assert not should_leave(gone, none)
+def test_finished_rows_leave_the_batch_together_or_at_their_limit() -> None:
+    finished = torch.arange(16) < 1
+    none = torch.zeros(16, dtype=torch.bool)
+    assert not should_leave(finished, none)
     assert should_leave(torch.arange(16) < 2, none)
-    assert should_leave(gone, gone) and not should_leave(gone, ~gone)
+    assert should_leave(finished, finished) and not should_leave(finished, ~finished)

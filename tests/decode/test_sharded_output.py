@@ -1,4 +1,4 @@
-"""Sharded output: every line is answered once, by any number of processes."""
+"""Sharded output: every line is answered once, with any number of processes and after kills."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from regard.errors import UserError
 from regard.files import hold_lock
 
 
-def text_of(draw: random.Random, lines: int) -> bytes:
-    """Random lines of any length, with unusual line ends and invalid UTF-8."""
+def random_text(draw: random.Random, lines: int) -> bytes:
+    """Random lines with unusual line ends, long lines and invalid UTF-8."""
     pieces = [b"", b"a", b"\r", "é\u2028ß".encode(), b"\xff", b"\x00", b"word " * 40, b"x" * 3000]
     end = draw.choice([b"", b"\n"])
     return draw.choice([b"", b"\xef\xbb\xbf"]) + b"\n".join(draw.choice(pieces) for _ in range(lines)) + end
@@ -39,10 +39,13 @@ def expected(file: Path) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_shards_are_the_lines_of_the_file(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_shards_contain_the_answers_of_all_lines_in_order(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(seed)
     monkeypatch.setattr("regard.decode.sharded_output.CHUNK_BYTES", draw.choice([1, 7, 1 << 20]))
-    file, data = tmp_path / "in.txt", text_of(draw, draw.randint(0, 60))
+    file = tmp_path / "in.txt"
+    data = random_text(draw, draw.randint(0, 60))
     file.write_bytes(gzip.compress(data) if seed % 2 else data)
     with ShardDirectory.begin(tmp_path / "out", str(file), draw.randint(1, 9), {}) as directory:
         directory.work(upper)
@@ -64,20 +67,21 @@ def file_of(path: Path, lines: int) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_answer_each_shard_once(tmp_path: Path, ranks: int) -> None:
-    file, seen = file_of(tmp_path, 50), []
+    file = file_of(tmp_path, 50)
+    first_lines = []
 
     def answer(lines: Iterable[Line]) -> tuple[dict[str, Any], str]:
         rows = list(lines)
-        seen.append(rows[0].number)
+        first_lines.append(rows[0].number)
         return upper(rows)
 
     with ShardDirectory.begin(tmp_path / "out", str(file), 4, {}) as directory:
         for rank in reversed(range(ranks)):
             with ShardDirectory(tmp_path / "out") as theirs:
                 theirs.work(answer, rank, ranks)
-        assert sorted(seen) == list(range(1, 50, 4))
+        assert sorted(first_lines) == list(range(1, 50, 4))
         first = (ranks - 1) * 4 + 1
-        assert seen[0] == first
+        assert first_lines[0] == first
         directory.join()
     assert (tmp_path / "out").read_bytes() == expected(file)
 
@@ -93,7 +97,7 @@ def test_only_the_first_rank_waits_for_claimed_shards(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == expected(file)
 
 
-def test_a_late_rank_finds_everything_finished(tmp_path: Path) -> None:
+def test_rank_that_starts_after_the_join_changes_nothing(tmp_path: Path) -> None:
     file = file_of(tmp_path, 8)
     begin = ShardDirectory.begin(tmp_path / "out", str(file), 4, {})
     with begin as directory, ShardDirectory(tmp_path / "out") as late:
@@ -122,11 +126,15 @@ with ShardDirectory.begin(Path(sys.argv[3]), sys.argv[2], 3, {"beam": 1}) as dir
 
 
 def test_a_command_killed_at_random_times_writes_the_same_output(tmp_path: Path) -> None:
-    file, out, seed = file_of(tmp_path, 200), tmp_path / "out", os.getpid()
+    file = file_of(tmp_path, 200)
+    out = tmp_path / "out"
+    seed = os.getpid()
     print(f"seed {seed}")
     draw = random.Random(seed)
     command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(file), str(out)]
-    state, kills, deadline = state_of(out), 0, time.monotonic() + 120
+    state = state_of(out)
+    kills = 0
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         process = subprocess.Popen(command)
         before = len(list(state.glob("*.shard")))
@@ -143,8 +151,8 @@ def test_a_command_killed_at_random_times_writes_the_same_output(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
 
 
-def begun(tmp_path: Path, file: Path, command: dict[str, Any], lines: int = 3) -> None:
-    """Begin a command and stop after the first shard."""
+def begin_and_stop(tmp_path: Path, file: Path, command: dict[str, Any], lines: int = 3) -> None:
+    """Start a command and stop it after the first shard."""
 
     def stop(lines: Iterable[Line]) -> tuple[dict[str, Any], str]:
         raise UserError("stopped")
@@ -158,34 +166,36 @@ def begun(tmp_path: Path, file: Path, command: dict[str, Any], lines: int = 3) -
 
 
 class Killed(BaseException):
-    """Ends a call as a kill would: no handler runs, and no file is changed afterwards."""
+    """Simulates a kill: as a BaseException it passes error handlers, and no file is changed afterwards."""
 
 
-CHANGES = ("rename", "replace", "unlink", "rmdir")  # functions that remove and rename files
+CHANGES = ("rename", "replace", "unlink", "rmdir")  # the functions of os that rename or remove files
 
 
 def kill_before(change: int, context: pytest.MonkeyPatch) -> list[str]:
-    """Simulate a kill before the n-th change of a file (counted from 0) -> the names of the changes so far."""
-    made: list[str] = []
+    """Simulate a kill before the file change with this index; the result lists the changes made."""
+    changes: list[str] = []
 
-    def dying(name: str) -> Callable[..., None]:
+    def killed_at(name: str) -> Callable[..., None]:
         real = getattr(os, name)
 
         def call(*arguments: Any, **options: Any) -> None:
-            if len(made) >= change:
+            if len(changes) >= change:
                 raise Killed
-            made.append(name)
+            changes.append(name)
             real(*arguments, **options)
 
         return call
 
     for name in CHANGES:
-        context.setattr(os, name, dying(name))
-    return made
+        context.setattr(os, name, killed_at(name))
+    return changes
 
 
-def test_a_command_killed_at_any_step_of_its_end_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, out, killed = file_of(tmp_path, 10), tmp_path / "out", True
+def test_command_killed_at_any_step_of_the_join_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = file_of(tmp_path, 10)
+    out = tmp_path / "out"
+    killed = True
     changes: list[str] = []
     for step in range(100):
         if not killed:
@@ -194,7 +204,8 @@ def test_a_command_killed_at_any_step_of_its_end_continues(tmp_path: Path, monke
         begin = ShardDirectory.begin(out, str(file), 3, {"beam": 1})
         with suppress(Killed), monkeypatch.context() as context, begin as directory:
             directory.work(upper)
-            killed, changes = True, kill_before(step, context)
+            killed = True
+            changes = kill_before(step, context)
             directory.join()
             killed = False
         assert not out.exists() or out.read_bytes() == expected(file)
@@ -203,14 +214,14 @@ def test_a_command_killed_at_any_step_of_its_end_continues(tmp_path: Path, monke
             directory.join()
         assert out.read_bytes() == expected(file)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
-    # the output, the directory; its four shards, the command and the lock; the directory under its other name
+    # Rename output and directory, unlink four shards, command and lock, and remove the directory.
     assert not killed and changes[:2] == ["replace", "rename"] and changes[2:] == ["unlink"] * 6 + ["rmdir"]
 
 
-def test_an_incomplete_removal_by_an_earlier_version_is_no_obstacle(tmp_path: Path) -> None:
-    """Earlier versions did not rename the directory, so the command could be removed before the shards."""
+def test_incomplete_removal_by_an_earlier_version_is_tolerated(tmp_path: Path) -> None:
+    """Earlier versions removed the files without renaming the directory first, so shards could remain."""
     file = file_of(tmp_path, 8)
-    begun(tmp_path, file, {"beam": 5})
+    begin_and_stop(tmp_path, file, {"beam": 5})
     state = state_of(tmp_path / "out")
     (state / "command.json").unlink()
     (state / "joined").touch()
@@ -221,27 +232,29 @@ def test_an_incomplete_removal_by_an_earlier_version_is_no_obstacle(tmp_path: Pa
     assert (tmp_path / "out").read_bytes() == expected(file)
 
 
-def test_a_late_rank_adds_nothing_while_the_state_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, unlink, came = file_of(tmp_path, 8), os.unlink, []
+def test_rank_that_starts_during_removal_adds_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = file_of(tmp_path, 8)
+    unlink = os.unlink
+    removals = []
     begin = ShardDirectory.begin(tmp_path / "out", str(file), 4, {})
     with begin as directory, ShardDirectory(tmp_path / "out") as late:
         directory.work(upper)
 
-        def removed(*arguments: Any, **options: Any) -> None:
-            if not came:
-                came.append(arguments)
+        def unlink_after_late_rank(*arguments: Any, **options: Any) -> None:
+            if not removals:
+                removals.append(arguments)
                 late.work(upper, 1, 2)
             unlink(*arguments, **options)
 
-        monkeypatch.setattr(os, "unlink", removed)
+        monkeypatch.setattr(os, "unlink", unlink_after_late_rank)
         directory.join()
-    assert came and (tmp_path / "out").read_bytes() == expected(file)
+    assert removals and (tmp_path / "out").read_bytes() == expected(file)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
 
 
 def test_the_state_of_another_command_is_refused(tmp_path: Path) -> None:
     file = file_of(tmp_path, 8)
-    begun(tmp_path, file, {"options": {"beam": 5}})
+    begin_and_stop(tmp_path, file, {"options": {"beam": 5}})
     with (
         pytest.raises(UserError, match=r"out\.shards: belongs to another.*\n  command\.options\.beam: 5 there, 1 now"),
         ShardDirectory.begin(tmp_path / "out", str(file), 3, {"options": {"beam": 1}}),
@@ -271,21 +284,22 @@ def test_the_state_of_a_command_without_shards_is_replaced(tmp_path: Path) -> No
 
 
 def test_a_directory_with_foreign_files_is_not_touched(tmp_path: Path) -> None:
-    file, mine = file_of(tmp_path, 8), tmp_path / "out.shards"
-    mine.mkdir()
-    (mine / "letter.txt").write_text("keep")
+    file = file_of(tmp_path, 8)
+    directory = tmp_path / "out.shards"
+    directory.mkdir()
+    (directory / "letter.txt").write_text("keep")
     with (
         pytest.raises(UserError, match=r"has other files \(letter.txt\)"),
         ShardDirectory.begin(tmp_path / "out", str(file), 3, {}),
     ):
         pass
-    assert [path.name for path in mine.iterdir()] == ["letter.txt"]
+    assert [path.name for path in directory.iterdir()] == ["letter.txt"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"not json\nabc\n", b'{"bytes": 4, "counts": {}}\nabc'])
-def test_a_broken_shard_is_named(tmp_path: Path, damage: bytes) -> None:
+def test_broken_shard_is_an_error_with_its_path(tmp_path: Path, damage: bytes) -> None:
     file = file_of(tmp_path, 8)
-    begun(tmp_path, file, {})
+    begin_and_stop(tmp_path, file, {})
     (state_of(tmp_path / "out") / "000000.shard").write_bytes(damage)
     with (
         pytest.raises(UserError, match=r"000000\.shard: is broken; remove it"),
@@ -296,7 +310,7 @@ def test_a_broken_shard_is_named(tmp_path: Path, damage: bytes) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_input_that_changes_gives_no_output(tmp_path: Path) -> None:
+def test_input_that_changes_during_reading_is_an_error(tmp_path: Path) -> None:
     file = file_of(tmp_path, 8)
     with (
         pytest.raises(UserError, match="has changed while it was read"),
@@ -308,7 +322,7 @@ def test_an_input_that_changes_gives_no_output(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
-def test_the_same_command_cannot_run_twice_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_process_with_the_same_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.decode.sharded_output.LOCK_SECONDS", 0.3)
     file = file_of(tmp_path, 8)
     with (
@@ -323,7 +337,7 @@ def test_unusable_paths_are_refused(tmp_path: Path) -> None:
     file = file_of(tmp_path, 8)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for out, source, wrong in (
+    for out, source, message in (
         (tmp_path / "out", str(pipe), "is not a plain file, and cannot be read again"),
         (tmp_path / "out", "-", "standard input cannot be read again"),
         (tmp_path / "no/out", str(file), "there is no directory"),
@@ -332,6 +346,6 @@ def test_unusable_paths_are_refused(tmp_path: Path) -> None:
         (pipe, str(file), "is not a plain file"),
         (tmp_path / "out", str(tmp_path / "missing"), "no such file"),
     ):
-        with pytest.raises(UserError, match=wrong), ShardDirectory.begin(out, source, 3, {}):
+        with pytest.raises(UserError, match=message), ShardDirectory.begin(out, source, 3, {}):
             pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "pipe"]

@@ -1,4 +1,4 @@
-"""Stop strings: an output ends before the first one, and its score is the score of the tokens before it."""
+"""Stop strings: an output ends before the first stop string, which is also excluded from the score."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def some_run(name: str, scheme: str, seed: int) -> Run:
     return run_of(name, seed, scheme, letters)
 
 
-def before(text: str, stop: list[str], scheme: str) -> str:
-    """The part of a text before the first complete stop string."""
+def text_before(text: str, stop: list[str], scheme: str) -> str:
+    """The text before the first complete stop string."""
     if scheme == "space":
         tokens = text.split(" ") if text else []
         ends = [
@@ -36,11 +36,9 @@ def before(text: str, stop: list[str], scheme: str) -> str:
             if tokens[at : at + len(s)] == s
         ]
         return " ".join(tokens[: min(ends)[1]]) if ends else text
-    if (
-        scheme == "nfd"
-    ):  # with a bar before every character and at the end; a diacritic belongs to the character before it
+    if scheme == "nfd":  # mark character boundaries; a diacritic belongs to the preceding letter
         bars = ["".join(c if is_combining(c) else f"|{c}" for c in normalize("NFD", x)) + "|" for x in (text, *stop)]
-        return normalize("NFC", before(bars[0], bars[1:], "char").replace("|", ""))
+        return normalize("NFC", text_before(bars[0], bars[1:], "char").replace("|", ""))
     ends = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
     return text[: min(ends)[1]] if ends else text
 
@@ -51,12 +49,13 @@ def before(text: str, stop: list[str], scheme: str) -> str:
     st.sampled_from([{}, {"sample": True}]), st.data(),
 )  # fmt: skip
 def test_greedy_and_sampled_outputs_end_before_the_first_stop_string(
-    name: str, scheme: str, seed: int, chosen: dict[str, bool], data: st.DataObject
+    name: str, scheme: str, seed: int, strategy: dict[str, bool], data: st.DataObject
 ) -> None:
-    run, source = some_run(name, scheme, seed), sources(seed, 1)[0]
+    run = some_run(name, scheme, seed)
+    source = sources(seed, 1)[0]
     if name == "language model" and scheme in ("space", "nfd"):
         source = ""
-    options = Options.of(max_length=14, **chosen)
+    options = Options.of(max_length=14, **strategy)
     (whole,) = next(generate(run, [source], options))
     parts = whole.text.split(" ") if scheme == "space" else whole.text
     assume(parts)
@@ -67,7 +66,7 @@ def test_greedy_and_sampled_outputs_end_before_the_first_stop_string(
     assume("\N{REPLACEMENT CHARACTER}" not in stop[0])  # stands for invalid UTF-8
     request = Request(source, stop=stop)
     (h,) = next(generate(run, [request], options))
-    assert h.text == before(whole.text, stop, scheme)
+    assert h.text == text_before(whole.text, stop, scheme)
     assert ("stopped" in h.flags) == (h.text != whole.text)
     assert sum(h.token_scores) == h.score == pytest.approx(sum(whole.token_scores[: len(h.ids)]), abs=1e-6)
     assert h.ids == whole.ids[: len(h.ids)] and len(h.tokens) == len(h.ids)
@@ -75,27 +74,30 @@ def test_greedy_and_sampled_outputs_end_before_the_first_stop_string(
         (forced,) = score(run, [(source, h.text)])
         assert forced.token_scores[: len(h.ids)] == pytest.approx(h.token_scores, abs=1e-5)
     pieces = stream(run, request, options)
-    shown = list(pieces)
-    assert "".join(piece.text for piece in shown) == h.text
-    assert tuple(piece.id for piece in shown) == h.ids and pieces.hypothesis == h
+    piece_list = list(pieces)
+    assert "".join(piece.text for piece in piece_list) == h.text
+    assert tuple(piece.id for piece in piece_list) == h.ids and pieces.hypothesis == h
 
 
 def test_other_constraints_apply_to_the_text_before_the_stop_string() -> None:
     run = run_of("transformer-tiny", 2)
-    for chosen in ({}, {"beam": 4, "nbest": 3}, {"sample": True}):
-        options = Options.of(max_length=16, stop=("f", "ee"), require=("ba", "cc"), min_length=6, prefix="d", **chosen)
+    for strategy in ({}, {"beam": 4, "nbest": 3}, {"sample": True}):
+        options = Options.of(
+            max_length=16, stop=("f", "ee"), require=("ba", "cc"), min_length=6, prefix="d", **strategy
+        )
         for h in (h for row in generate(run, sources(4, 6), options) for h in row):
             assert h.text.startswith("d") and "ba" in h.text and "cc" in h.text and len(h.ids) >= 6
             assert "f" not in h.text and "ee" not in h.text
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_alternatives_after_a_stop_string_are_those_at_its_position(name: str) -> None:
-    run, chosen = run_of(name, 1), {"max_length": 12, "min_length": 3}
-    (whole,) = next(generate(run, ["fade"], Options.of(**chosen)))
+def test_alternatives_beyond_a_stop_string_are_taken_at_its_position(name: str) -> None:
+    run = run_of(name, 1)
+    lengths = {"max_length": 12, "min_length": 3}
+    (whole,) = next(generate(run, ["fade"], Options.of(**lengths)))
     stop = whole.text[3:5]
-    (h,) = next(generate(run, ["fade"], Options.of(stop=[stop], **chosen)))
-    row = next(generate(run, ["fade"], Options.of(stop=[stop], alternatives=3, alternatives_at=11, **chosen)))
+    (h,) = next(generate(run, ["fade"], Options.of(stop=[stop], **lengths)))
+    row = next(generate(run, ["fade"], Options.of(stop=[stop], alternatives=3, alternatives_at=11, **lengths)))
     assert len({other.ids[: len(h.ids) + 1] for other in row}) == len(row) > 1
     assert all(other.text.startswith(h.text) and stop not in other.text for other in row)
 

@@ -1,4 +1,4 @@
-"""Streaming gives the output of `generate` piece by piece."""
+"""Streaming yields the output of `generate` in pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.errors import UserError
 
 @pytest.mark.parametrize("scheme", ["char", "space", "word", "byte", "bpe:290", "nfd"])
 @pytest.mark.parametrize("name", NAMES)
-def test_pieces_join_to_the_output(name: str, scheme: str) -> None:
+def test_streamed_pieces_join_to_the_output(name: str, scheme: str) -> None:
     run = run_of(name, 1, scheme, "eéèaà가각나" if scheme == "nfd" else LETTERS)
     for settings in ({}, {"sample": True, "top_p": 0.9}, {"no_repeat_ngram": 2}):
         options = Options.of(max_length=12, **settings)
@@ -26,8 +26,9 @@ def test_pieces_join_to_the_output(name: str, scheme: str) -> None:
             assert [piece.score for piece in pieces] == pytest.approx(whole.token_scores, abs=1e-5)
 
 
-def test_pieces_come_during_the_search() -> None:
-    run, calls = run_of("rnn-luong", 1), []
+def test_pieces_are_yielded_during_the_search() -> None:
+    run = run_of("rnn-luong", 1)
+    calls = []
     handle = run.model.output.register_forward_hook(lambda *_: calls.append(1))
     try:
         pieces = stream(run, "abc", Options(max_length=9, min_length=9))
@@ -45,19 +46,20 @@ def test_constraints_are_satisfied(scheme: str) -> None:
     for settings in ({}, {"sample": True}, {"top_tokens": 2}, {"sample": True, "top_tokens": 2, "alignment": True}):
         options = Options.of(max_length=12, **settings)
         pieces = stream(run, request, options)
-        shown = list(pieces)
-        text = "".join(piece.text for piece in shown)
+        piece_list = list(pieces)
+        text = "".join(piece.text for piece in piece_list)
         assert text.startswith("cc") and "bad" in text and "e" not in text
         ((whole, *_),) = generate(run, [request], options)
         assert pieces.hypothesis is not None and text == whole.text == pieces.hypothesis.text
         assert pieces.hypothesis.flags == whole.flags and pieces.hypothesis.ids == whole.ids
         assert (pieces.hypothesis.alignment is None) == (whole.alignment is None)
-        for piece, top in zip(shown, whole.top_tokens, strict=bool(whole.top_tokens)):
+        for piece, top in zip(piece_list, whole.top_tokens, strict=bool(whole.top_tokens)):
             assert [x for _, x in piece.top_tokens] == pytest.approx([x for _, x in top], abs=1e-5)
 
 
 def test_close_stops_decoding() -> None:
-    run, calls = run_of("rnn-luong", 1), []
+    run = run_of("rnn-luong", 1)
+    calls = []
     handle = run.model.output.register_forward_hook(lambda *_: calls.append(1))
     try:
         pieces = stream(run, "abc", Options(max_length=9, min_length=9))
@@ -68,7 +70,7 @@ def test_close_stops_decoding() -> None:
         handle.remove()
 
 
-def test_without_an_allowed_token_the_output_is_empty_and_flagged() -> None:
+def test_stream_without_an_allowed_token_is_empty_and_flagged() -> None:
     options = Options(forbid=tuple("abcdef"), min_length=3, max_length=5)
     pieces = stream(run_of("rnn-luong", 1), "abc", options)
     assert list(pieces) == [] and pieces.hypothesis is not None and "unsatisfied" in pieces.hypothesis.flags

@@ -1,4 +1,4 @@
-"""A worker pool gives the same outputs as one process."""
+"""A worker pool gives the same outputs as a single process."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ from regard.run import Run
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = tmp_path_factory.mktemp("pool") / "run"
     run = run_of("transformer-tiny", 3)
     Run(run.config, run.codec, run.model, path).save(path)
     return Run.load(path)
 
 
-def encoded(rows: list[list[Hypothesis]]) -> list[list[dict[str, Any]]]:
+def as_dicts(rows: list[list[Hypothesis]]) -> list[list[dict[str, Any]]]:
     return [[h.as_dict() for h in row] for row in rows]
 
 
 @pytest.mark.parametrize("fork", [True, False])
-def test_two_processes_give_the_same_outputs_in_order(saved: Run, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
+def test_two_processes_give_the_same_outputs_in_order(
+    saved_run: Run, monkeypatch: pytest.MonkeyPatch, fork: bool
+) -> None:
     monkeypatch.setattr("regard.decode.engine.can_fork", lambda: fork)
-    decoder = TorchEngine(saved, Options(beam=3, nbest=2, max_length=8, batch_tokens=60, alignment=True))
+    decoder = TorchEngine(saved_run, Options(beam=3, nbest=2, max_length=8, batch_tokens=60, alignment=True))
     inputs = [*sources(1, 30), "", "a" * 3000, *sources(2, 10)]
     alone = decoder(inputs)
     requests = []
@@ -51,11 +53,11 @@ def test_two_processes_give_the_same_outputs_in_order(saved: Run, monkeypatch: p
 
     monkeypatch.setattr(Child, "ask", note)
     with WorkerPool(decoder, 2, always=True) as pool:
-        assert encoded(pool(inputs)) == encoded(alone)
+        assert as_dicts(pool(inputs)) == as_dicts(alone)
         (child,) = pool.children
         deadline = time.monotonic() + 120
         while not requests and time.monotonic() < deadline:  # a spawned worker must load the run first
-            assert encoded(pool(inputs)) == encoded(alone)
+            assert as_dicts(pool(inputs)) == as_dicts(alone)
         assert requests
         assert pool([]) == []
         good, bad = pool([Request("a"), Request("b", prefix="z")])
@@ -65,9 +67,10 @@ def test_two_processes_give_the_same_outputs_in_order(saved: Run, monkeypatch: p
 
 
 def slow_parent(monkeypatch: pytest.MonkeyPatch, note: Callable[[list[Hypothesis]], list[Hypothesis]]) -> None:
-    """Slow down decoding in this process, and change the outputs of forked workers with `note`."""
+    """Slow down decoding in this process, and apply `note` to the outputs of forked workers."""
     monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
-    real, parent = TorchEngine.decode, os.getpid()
+    real = TorchEngine.decode
+    parent = os.getpid()
 
     def decode(engine: TorchEngine, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         if os.getpid() != parent:
@@ -78,35 +81,35 @@ def slow_parent(monkeypatch: pytest.MonkeyPatch, note: Callable[[list[Hypothesis
     monkeypatch.setattr(TorchEngine, "decode", decode)
 
 
-def test_a_fork_shares_the_work(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_worker_decodes_part_of_the_inputs(saved_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_parent(monkeypatch, lambda row: [replace(h, flags={"by": "worker"}) for h in row])
     inputs = sources(1, 30)
-    decoder = TorchEngine(saved, Options(max_length=8, batch_tokens=20))
+    decoder = TorchEngine(saved_run, Options(max_length=8, batch_tokens=20))
     with WorkerPool(decoder, 2, always=True) as pool:
         flags = [row[0].flags for row in pool(inputs)]
     assert {"by": "worker"} in flags
 
 
-def test_workers_start_when_they_pay_off(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_start_only_when_they_save_time(saved_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
-    decoder = TorchEngine(saved, Options(max_length=4, batch_tokens=20))
+    decoder = TorchEngine(saved_run, Options(max_length=4, batch_tokens=20))
     inputs = decoder.prepare(sources(1, 30))
     batches = len(list(decoder.preparer.batches(dict(enumerate(inputs)))))
 
-    def started(seconds: float, workers: int = 2, some: int | None = None) -> int:
+    def count_started(seconds: float, workers: int = 2, some: int | None = None) -> int:
         monkeypatch.setattr("regard.decode.engine.FORK_SECONDS", seconds)
         with WorkerPool(decoder, workers) as pool:
             pool.decode(inputs[:some])
             return len(pool.children)
 
     assert batches > 4
-    assert started(0.0) == 1 and started(0.0, 4) == 3
-    assert started(0.0, some=1) == 0  # one batch is not shared
-    assert started(1e9) == 0  # finished before a process could start
-    assert started(0.0, 1000) == batches - 2  # one was decoded before the start, one is for this process
+    assert count_started(0.0) == 1 and count_started(0.0, 4) == 3
+    assert count_started(0.0, some=1) == 0  # a single batch stays in this process
+    assert count_started(1e9) == 0  # decoding ends before a worker could start
+    assert count_started(0.0, 1000) == batches - 2  # this process decodes two
 
 
-def test_threads_forbid_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_threads_prevent_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     for python, native, tokenizers in ((1, 1, "false"), (2, 1, "false"), (1, 2, "false"), (1, 1, "true")):
         monkeypatch.setattr(threading, "active_count", lambda count=python: count)
         monkeypatch.setattr(torch, "get_num_threads", lambda count=native: count)
@@ -114,28 +117,28 @@ def test_threads_forbid_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
         assert can_fork() == ((python, native, tokenizers) == (1, 1, "false") and sys.platform == "linux")
 
 
-def test_a_mistake_found_by_a_worker_is_raised(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_error_in_a_worker_is_raised_in_the_parent(saved_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(row: list[Hypothesis]) -> list[Hypothesis]:
         raise UserError("not in this process")
 
     slow_parent(monkeypatch, fail)
-    decoder = TorchEngine(saved, Options(batch_tokens=20))
+    decoder = TorchEngine(saved_run, Options(batch_tokens=20))
     with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(UserError, match=r"^not in this process$"):
         pool(sources(1, 30))
 
 
-def test_a_fault_in_a_worker_is_a_fault_here(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_a_worker_is_raised_as_a_child_fault(saved_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(row: list[Hypothesis]) -> list[Hypothesis]:
         raise ZeroDivisionError("in the worker")
 
     slow_parent(monkeypatch, fail)
-    decoder = TorchEngine(saved, Options(batch_tokens=20))
+    decoder = TorchEngine(saved_run, Options(batch_tokens=20))
     with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(ChildFault, match="ZeroDivisionError: in the work"):
         pool(sources(1, 30))
 
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
-def test_a_worker_that_died_is_reported(saved: Run, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+def test_dead_worker_is_reported_with_its_last_lines(saved_run: Run, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     def die(row: list[Hypothesis]) -> list[Hypothesis]:
         print("last words", file=sys.stderr)
         if end == "kill":
@@ -143,16 +146,16 @@ def test_a_worker_that_died_is_reported(saved: Run, monkeypatch: pytest.MonkeyPa
         os._exit(3)
 
     slow_parent(monkeypatch, die)
-    decoder = TorchEngine(saved, Options(batch_tokens=20))
-    how = "ended with status 3" if end == "exit" else r"was killed by signal 9 \(out of memory\?\)"
-    message = rf"^workers: decoding process 2 {how}\n  last words\n  with fewer workers, each has more memory$"
+    decoder = TorchEngine(saved_run, Options(batch_tokens=20))
+    cause = "ended with status 3" if end == "exit" else r"was killed by signal 9 \(out of memory\?\)"
+    message = rf"^workers: decoding process 2 {cause}\n  last words\n  with fewer workers, each has more memory$"
     with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(UserError, match=message):
         pool(sources(1, 30))
 
 
-def test_after_an_error_the_pool_starts_other_workers(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_starts_new_workers_after_an_error(saved_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_parent(monkeypatch, lambda row: row if all(h.ids for h in row) else os._exit(1))
-    decoder = TorchEngine(saved, Options(max_length=8, batch_tokens=20))
+    decoder = TorchEngine(saved_run, Options(max_length=8, batch_tokens=20))
     inputs = decoder.prepare(sources(1, 30))
     with WorkerPool(decoder, 2, always=True) as pool:
         pool.decode(inputs)
@@ -160,13 +163,15 @@ def test_after_an_error_the_pool_starts_other_workers(saved: Run, monkeypatch: p
         first.kill()
         with pytest.raises(UserError, match="signal 9"):
             pool.decode(inputs)
-        assert encoded(pool.decode(inputs)) == encoded(decoder.decode(inputs))
+        assert as_dicts(pool.decode(inputs)) == as_dicts(decoder.decode(inputs))
 
 
-def test_an_interrupt_ends_promptly(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While this process waits for a worker."""
+def test_interrupt_while_waiting_for_a_worker_ends_the_pool_promptly(
+    saved_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow_parent(monkeypatch, lambda row: time.sleep(60) or row)
-    main, decoder = threading.main_thread().ident, TorchEngine(saved, Options(max_length=8, batch_tokens=60))
+    main = threading.main_thread().ident
+    decoder = TorchEngine(saved_run, Options(max_length=8, batch_tokens=60))
     assert main is not None
     start = time.monotonic()
     with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(KeyboardInterrupt):
@@ -175,9 +180,9 @@ def test_an_interrupt_ends_promptly(saved: Run, monkeypatch: pytest.MonkeyPatch)
     assert 1.5 < time.monotonic() - start < 20
 
 
-def test_a_run_that_a_spawned_worker_cannot_load_is_reported(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_a_spawned_worker_cannot_load_is_reported(saved_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.decode.engine.can_fork", lambda: False)
-    moved = Run(saved.config, saved.codec, saved.model, saved.path / "moved")
+    moved = Run(saved_run.config, saved_run.codec, saved_run.model, saved_run.path / "moved")
     deadline = time.monotonic() + 60
     with (
         WorkerPool(TorchEngine(moved, Options(batch_tokens=20)), 2, always=True) as pool,
@@ -200,17 +205,19 @@ CONSTRAINTS = Request("abc", prefix="a", require=["b", ["cc", "d"]], forbid=["e"
     ],
     ids=["mbr", "phrases", "alternatives", "sample"],
 )
-def test_inputs_and_outputs_travel_unchanged(saved: Run, monkeypatch: pytest.MonkeyPatch, options: Options) -> None:
-    """Equal as values, with all flags, alignments, candidates and constraints of single requests."""
+def test_inputs_and_outputs_are_transferred_unchanged(
+    saved_run: Run, monkeypatch: pytest.MonkeyPatch, options: Options
+) -> None:
+    """Including flags, alignments, candidates and the constraints of requests."""
     slow_parent(monkeypatch, lambda row: row)
-    decoder = TorchEngine(saved, options)
+    decoder = TorchEngine(saved_run, options)
     inputs = [*(CONSTRAINTS.model_copy(update={"source": text}) for text in sources(1, 8)), *sources(2, 12), "zé\ud800"]
     with WorkerPool(decoder, 2, always=True) as pool:
         assert list(map(comparable, pool(inputs))) == list(map(comparable, decoder(inputs)))
 
 
 def comparable(row: list[Hypothesis]) -> list[Any]:
-    """Every field, with the bits of the alignment."""
+    """All fields of the hypotheses, with alignments as bytes."""
     return [
         (
             {**vars(h), "alignment": None, "candidates": comparable(list(h.candidates))},
