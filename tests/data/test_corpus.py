@@ -1,4 +1,4 @@
-"""A corpus returns the rows and batches that were written to it."""
+"""A corpus returns the rows that were written to it, one by one and in batches."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ def write(path: Path, codec: Codec = CODEC, limit: int = 512, counter: LineCount
     return writer
 
 
-@pytest.mark.parametrize("small", [0, 1 << 20])  # read by parts, or mapped
+@pytest.mark.parametrize("max_mapped_bytes", [0, 1 << 20])  # read in parts, or memory-mapped
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_rows_equal_the_ids_of_the_codec(small: int, chunk: int, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "MAX_MAPPED_BYTES", small)
+def test_rows_equal_the_ids_of_the_codec(max_mapped_bytes: int, chunk: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "MAX_MAPPED_BYTES", max_mapped_bytes)
     monkeypatch.setattr(module, "MAX_CHUNK", chunk)
     monkeypatch.setattr(module, "MAX_OFFSETS", chunk)
     monkeypatch.setattr(module, "MAX_GAP", 2)
     writer = write(tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
-    sources, targets = CODEC.encode_source(EXAMPLES), CODEC.encode_target([e.target or "" for e in EXAMPLES])
+    sources = CODEC.encode_source(EXAMPLES)
+    targets = CODEC.encode_target([e.target or "" for e in EXAMPLES])
     assert [corpus.source(i).tolist() for i in range(len(corpus))] == sources
     assert [corpus.target(i).tolist() for i in range(len(corpus))] == targets
     rows = np.random.default_rng(1).permutation(len(corpus))[:70]
@@ -63,7 +64,7 @@ def test_rows_equal_the_ids_of_the_codec(small: int, chunk: int, tmp_path: Path,
     assert corpus.source(0).dtype == np.uint16
 
 
-def test_a_large_vocabulary_gets_wider_numbers(tmp_path: Path) -> None:
+def test_large_vocabularies_are_stored_as_32_bit_ids(tmp_path: Path) -> None:
     codec = Codec(CODEC.source, CODEC.target, [f"f{n}" for n in range(70_000)] + ["N", "V"])
     write(tmp_path / "c", codec)
     corpus = Corpus(tmp_path / "c")
@@ -72,7 +73,7 @@ def test_a_large_vocabulary_gets_wider_numbers(tmp_path: Path) -> None:
     assert corpus.target(5).dtype == np.uint16
 
 
-def test_too_many_tokens_are_skipped_counted_and_named(tmp_path: Path) -> None:
+def test_too_long_examples_are_skipped_and_counted_with_their_line_numbers(tmp_path: Path) -> None:
     counter = LineCounter()
     writer = write(tmp_path / "c", limit=12, counter=counter)
     fits = [n for n, e in enumerate(EXAMPLES) if len(e.source) + 2 <= 12]  # two features
@@ -86,7 +87,7 @@ def test_too_many_tokens_are_skipped_counted_and_named(tmp_path: Path) -> None:
         write(tmp_path / "d", limit=12, counter=LineCounter(strict=True))
 
 
-def test_a_batch_contains_its_rows(tmp_path: Path) -> None:
+def test_batch_contains_the_requested_rows(tmp_path: Path) -> None:
     write(tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
     stack = Stack(layers=1, width=8, heads=1, ff=8)

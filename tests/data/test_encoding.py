@@ -1,4 +1,4 @@
-"""Cached words have the ids of the tokenizer."""
+"""Encoding with cached words gives the ids of the tokenizer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ texts = st.lists(st.tuples(words, spaces)).map(lambda parts: "".join(word + spac
 
 
 @pytest.mark.parametrize("scheme", TOKENIZERS)
-@given(data=st.lists(st.lists(texts, max_size=6), max_size=3), room=st.sampled_from([0, 5, 1000]))
+@given(data=st.lists(st.lists(texts, max_size=6), max_size=3), cache_size=st.sampled_from([0, 5, 1000]))
 @settings(deadline=None, max_examples=150)
-def test_encoded_bytes_equal_the_ids_of_the_tokenizer(scheme: str, data: list[list[str]], room: int) -> None:
+def test_encoded_bytes_equal_the_ids_of_the_tokenizer(scheme: str, data: list[list[str]], cache_size: int) -> None:
     tokenizer = TOKENIZERS[scheme]
     dtype = dtype_for(tokenizer.size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding, "MAX_CACHED_WORDS", room)
+        patch.setattr(encoding, "MAX_CACHED_WORDS", cache_size)
         encoder = TextEncoder(tokenizer, dtype)
         for batch in [*data, *data]:
-            found = [np.frombuffer(row, dtype).tolist() for row in encoder.encode(batch)]
-            assert found == tokenizer.encode(batch)
+            rows = [np.frombuffer(row, dtype).tolist() for row in encoder.encode(batch)]
+            assert rows == tokenizer.encode(batch)

@@ -1,4 +1,4 @@
-"""Images from .npz files: layouts, scaling, and messages for invalid files."""
+"""Images from .npz files: layouts, scaling, splits, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COLOUR = DRAW.random((60, 4, 6, 3)).astype(np.float32)
 LABELS = np.arange(60) % 12
 
 
-def saved(path: Path, **arrays: Any) -> str:
+def save(path: Path, **arrays: Any) -> str:
     np.savez(path, **arrays)
     return str(path)
 
 
-def made(path: Path, **data: str) -> Prepared[Images]:
+def prepare_images(path: Path, **data: str) -> Prepared[Images]:
     return prepare(load_recipe({"task": "image", "data": data}), path / "data")
 
 
@@ -33,17 +33,19 @@ def made(path: Path, **data: str) -> Prepared[Images]:
     ("images", "shape"),
     [(GREY, (1, 4, 6)), (GREY[..., None], (1, 4, 6)), (COLOUR, (3, 4, 6)), (COLOUR.transpose(0, 3, 1, 2), (3, 4, 6))],
 )
-def test_layouts(images: np.ndarray, shape: tuple[int, ...], tmp_path: Path) -> None:
-    pictures = read_images(saved(tmp_path / "a.npz", images=images, labels=LABELS))
+def test_image_layouts_are_converted_to_channels_first(
+    images: np.ndarray, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    pictures = read_images(save(tmp_path / "a.npz", images=images, labels=LABELS))
     assert pictures.images_NCHW.shape == (60, *shape)
     same = COLOUR.transpose(0, 3, 1, 2) if shape[0] == 3 else GREY[:, None]
     assert np.array_equal(pictures.images_NCHW, same)
 
 
-def test_prepared_images(tmp_path: Path) -> None:
-    path = saved(tmp_path / "a.npz", images=COLOUR, labels=LABELS)
-    prepared = made(tmp_path, train=path)
-    assert prepared.labels == tuple(map(str, range(12)))  # by size, not 0 1 10 11 2
+def test_prepared_images_are_split_labelled_and_scaled(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.npz", images=COLOUR, labels=LABELS)
+    prepared = prepare_images(tmp_path, train=path)
+    assert prepared.labels == tuple(map(str, range(12)))  # ordered by value: not 0 1 10 11 2
     assert prepared.train.shape == (3, 4, 6) and len(prepared.train) + len(prepared.valid) == 60
     rows = {image.tobytes(): str(label) for image, label in zip(COLOUR.transpose(0, 3, 1, 2), LABELS, strict=True)}
     for part in (prepared.train, prepared.valid):
@@ -56,31 +58,33 @@ def test_prepared_images(tmp_path: Path) -> None:
     assert open_prepared(tmp_path / "data").pixels == prepared.pixels
 
 
-def test_the_split_depends_only_on_the_images(tmp_path: Path) -> None:
+def test_image_split_depends_only_on_the_images(tmp_path: Path) -> None:
     images, labels = np.concatenate([GREY, GREY[::3]]), np.concatenate([LABELS, LABELS[::3] + 1])
-    found = []
+    splits = []
     for seed in (1, 2):
         order = np.random.default_rng(seed).permutation(len(images))
-        path = saved(tmp_path / f"{seed}.npz", images=images[order], labels=labels[order])
+        path = save(tmp_path / f"{seed}.npz", images=images[order], labels=labels[order])
         recipe = load_recipe({"task": "image", "data": {"train": path}, "train": {"seed": seed}})
         prepared = prepare(recipe, tmp_path / str(seed))
         train, valid = ([image.tobytes() for image in part.images_NCHW] for part in (prepared.train, prepared.valid))
         assert len(train) + len(valid) == len(images) and not set(train) & set(valid)
-        found.append((sorted(train), sorted(valid)))
-    assert found[0] == found[1]
-    same = saved(tmp_path / "same.npz", images=GREY[[0, 0, 0]], labels=[1, 2, 1])
-    assert [len(part) for part in (made(tmp_path, train=same).train, made(tmp_path, train=same).valid)] == [3, 3]
+        splits.append((sorted(train), sorted(valid)))
+    assert splits[0] == splits[1]
+    same = save(tmp_path / "same.npz", images=GREY[[0, 0, 0]], labels=[1, 2, 1])
+    assert [
+        len(part) for part in (prepare_images(tmp_path, train=same).train, prepare_images(tmp_path, train=same).valid)
+    ] == [3, 3]
 
 
-def test_separate_validation_images(tmp_path: Path) -> None:
-    train = saved(tmp_path / "a.npz", images=GREY, labels=[f"{n % 3} x" for n in range(60)])
-    valid = saved(tmp_path / "b.npz", images=GREY[:5], labels=["2 x"] * 5)
-    prepared = made(tmp_path, train=train, valid=valid)
+def test_separate_validation_images_must_match_the_training_images(tmp_path: Path) -> None:
+    train = save(tmp_path / "a.npz", images=GREY, labels=[f"{n % 3} x" for n in range(60)])
+    valid = save(tmp_path / "b.npz", images=GREY[:5], labels=["2 x"] * 5)
+    prepared = prepare_images(tmp_path, train=train, valid=valid)
     assert (len(prepared.train), prepared.valid.labels.tolist()) == (60, [2] * 5)
     with pytest.raises(UserError, match="training images do not have: 7"):
-        made(tmp_path, train=train, valid=saved(tmp_path / "c.npz", images=GREY[:1], labels=[7]))
+        prepare_images(tmp_path, train=train, valid=save(tmp_path / "c.npz", images=GREY[:1], labels=[7]))
     with pytest.raises(UserError, match=r"\(1, 3, 6\)"):
-        made(tmp_path, train=train, valid=saved(tmp_path / "d.npz", images=GREY[:1, :3], labels=["2 x"]))
+        prepare_images(tmp_path, train=train, valid=save(tmp_path / "d.npz", images=GREY[:1, :3], labels=["2 x"]))
 
 
 @pytest.mark.parametrize(
@@ -100,15 +104,15 @@ def test_separate_validation_images(tmp_path: Path) -> None:
         ({"images": GREY, "labels": np.asarray([{}] * 60, object)}, "Python objects"),
     ],
 )
-def test_bad_files(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_arrays_are_refused(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        made(tmp_path, train=saved(tmp_path / "a.npz", **arrays))
+        prepare_images(tmp_path, train=save(tmp_path / "a.npz", **arrays))
 
 
 @pytest.mark.parametrize(
     ("data", "message"), [(b"", "an"), (b"images\tlabels\n", "an"), (b"PK\x03\x04broken", "a readable")]
 )
-def test_files_that_are_not_npz(data: bytes, message: str, tmp_path: Path) -> None:
+def test_files_that_are_not_npz_are_refused(data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(data)
     with pytest.raises(UserError, match=rf"a\.npz: not {message} \.npz file"):
         read_images(str(tmp_path / "a.npz"))
@@ -119,11 +123,11 @@ def test_files_that_are_not_npz(data: bytes, message: str, tmp_path: Path) -> No
         read_images(str(tmp_path / "none.npz"))
 
 
-def test_pixels_by_channel() -> None:
+def test_pixels_are_scaled_per_channel() -> None:
     pixels = Pixels(mean=(1.0, 2.0), scale=(2.0, 4.0))
     assert pixels(np.asarray([[[[3]], [[6]]]])).ravel().tolist() == [1.0, 1.0]
 
 
-def test_the_order_of_labels() -> None:
+def test_numeric_labels_are_ordered_by_value_and_others_alphabetically() -> None:
     assert label_names(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
     assert label_names(["b", "10", "9"]) == ["10", "9", "b"]

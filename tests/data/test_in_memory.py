@@ -1,4 +1,4 @@
-"""Data in memory gives the same examples as a file with the same cells, whatever its format."""
+"""Every supported format of data in memory gives the same examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from regard.errors import UserError
 from regard.text.codec import Example
 
 ROWS = [("ab", "A B"), ("c\td", "C\nD"), ("e ", " E"), ("\u2028\x00", 'ä"\\')]
-THREE = [("ab", "N;PL", "A B"), ("cd", "", "C D")]
+ROWS_WITH_FEATURES = [("ab", "N;PL", "A B"), ("cd", "", "C D")]
 
 
 def read(data: Any, path: Path, reads: Any = "pairs", **options: Any) -> tuple[list[Example], LineCounter]:
@@ -30,12 +30,13 @@ def read(data: Any, path: Path, reads: Any = "pairs", **options: Any) -> tuple[l
 
 
 class PandasLike:
-    """The part of a pandas frame that is used."""
+    """The interface of a pandas frame that regard uses."""
 
     def __init__(self, columns: Mapping[str, list[Any]]) -> None:
-        self._data, self.columns = columns, list(columns)
+        self._data = columns
+        self.columns = list(columns)
 
-    def __iter__(self) -> Iterator[str]:  # iterating a frame gives the names of its columns
+    def __iter__(self) -> Iterator[str]:  # pandas iterates over column names
         return iter(self.columns)
 
     def itertuples(self, index: bool = True, name: str | None = "Pandas") -> Iterator[tuple[Any, ...]]:
@@ -44,12 +45,13 @@ class PandasLike:
 
 
 class PolarsLike:
-    """The part of a polars frame that is used."""
+    """The interface of a polars frame that regard uses."""
 
     def __init__(self, columns: Mapping[str, list[Any]]) -> None:
-        self._data, self.columns = columns, list(columns)
+        self._data = columns
+        self.columns = list(columns)
 
-    def __iter__(self) -> Iterator[list[Any]]:  # iterating gives columns
+    def __iter__(self) -> Iterator[list[Any]]:  # polars iterates over columns
         return iter(self._data.values())
 
     def iter_rows(self) -> Iterator[tuple[Any, ...]]:
@@ -57,17 +59,18 @@ class PolarsLike:
 
 
 class DatasetLike:
-    """The part of a Hugging Face dataset that is used: it iterates over rows."""
+    """The interface of a Hugging Face dataset that regard uses."""
 
     def __init__(self, columns: Mapping[str, list[Any]]) -> None:
-        self._data, self.column_names = columns, list(columns)
+        self._data = columns
+        self.column_names = list(columns)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (dict(zip(self._data, row, strict=True)) for row in zip(*self._data.values(), strict=True))
 
 
 class ArrowLike(DatasetLike):
-    """The part of an Arrow table that is used."""
+    """The interface of an Arrow table that regard uses."""
 
     __iter__ = None  # type: ignore[assignment]
 
@@ -108,12 +111,12 @@ def test_every_data_format_gives_the_same_examples(data: Any, tmp_path: Path) ->
     assert read(data, tmp_path)[0] == [Example(*row) for row in ROWS]
 
 
-def test_features_by_name_or_by_order(tmp_path: Path) -> None:
-    expected = [Example(source, target, features) for source, features, target in THREE]
+def test_features_are_read_by_column_name_or_position(tmp_path: Path) -> None:
+    expected = [Example(source, target, features) for source, features, target in ROWS_WITH_FEATURES]
     names = ("source", "features", "target")
-    assert read(THREE, tmp_path, columns=names)[0] == expected
+    assert read(ROWS_WITH_FEATURES, tmp_path, columns=names)[0] == expected
     for kind in FRAMES:
-        columns = dict(zip(names, map(list, zip(*THREE, strict=True)), strict=True))
+        columns = dict(zip(names, map(list, zip(*ROWS_WITH_FEATURES, strict=True)), strict=True))
         assert read(kind(columns), tmp_path)[0] == expected
         without = [example._replace(features=None) for example in expected]
         assert read(kind(columns), tmp_path, columns=("source", "target"))[0] == without
@@ -121,7 +124,7 @@ def test_features_by_name_or_by_order(tmp_path: Path) -> None:
 
 
 class Missing:
-    """As pandas.NA: it has no truth value."""
+    """Like pandas.NA, it has no truth value."""
 
     def __bool__(self) -> bool:
         raise TypeError("boolean value of NA is ambiguous")
@@ -130,25 +133,25 @@ class Missing:
 Missing.__name__ = "NAType"
 
 
-@pytest.mark.parametrize("nothing", [None, float("nan"), np.float64("nan"), Missing(), "", "  "])
-def test_missing_values_are_counted_by_row(nothing: Any, tmp_path: Path) -> None:
-    examples, counter = read([("a", "A"), ("b", nothing), (nothing, "C"), ("d", "D")], tmp_path)
+@pytest.mark.parametrize("missing", [None, float("nan"), np.float64("nan"), Missing(), "", "  "])
+def test_missing_values_are_skipped_and_counted_with_their_rows(missing: Any, tmp_path: Path) -> None:
+    examples, counter = read([("a", "A"), ("b", missing), (missing, "C"), ("d", "D")], tmp_path)
     assert [example.source for example in examples] == ["a", "d"]
     assert counter.skipped == {EMPTY: 2} and counter.locations[EMPTY] == ["data[1]", "data[2]"]
     strict = LineCounter(strict=True)
     with pytest.raises(UserError, match=r"data\[1\]: empty side: target"):
-        list(in_memory([("a", "A"), ("b", nothing)], "pairs").write(tmp_path / "s").read(strict))
+        list(in_memory([("a", "A"), ("b", missing)], "pairs").write(tmp_path / "s").read(strict))
 
 
 @given(st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=8))
-def test_any_text_is_restored(rows: list[tuple[str, str]]) -> None:
+def test_any_text_in_memory_is_read_unchanged(rows: list[tuple[str, str]]) -> None:
     with TemporaryDirectory() as path:
         examples, counter = read(rows, Path(path))
-    kept = [Example(*row) for row in rows if row[0].strip() and row[1].strip()]
-    assert examples == kept and counter.read == len(rows)
+    expected = [Example(*row) for row in rows if row[0].strip() and row[1].strip()]
+    assert examples == expected and counter.read == len(rows)
 
 
-def test_labels_may_be_numbers(tmp_path: Path) -> None:
+def test_numeric_labels_are_converted_to_text(tmp_path: Path) -> None:
     data = [{"label": label, "text": "a"} for label in (0, np.int64(1), True, "x")]
     assert [example.target for example in read(data, tmp_path, "labelled")[0]] == ["0", "1", "True", "x"]
 
@@ -167,7 +170,7 @@ TEXTS = ["ab", "c\nd", ""]
         DatasetLike({"story": TEXTS}),
     ],
 )
-def test_texts(data: Any, tmp_path: Path) -> None:
+def test_plain_text_is_read_from_every_data_format(data: Any, tmp_path: Path) -> None:
     source = in_memory(data, "text").write(tmp_path / "spool")
     assert "".join(read_pieces(source, LineCounter())) == "ab\nc\nd\n\n"
 
@@ -200,23 +203,25 @@ def test_texts(data: Any, tmp_path: Path) -> None:
         ({"images": [[1], [1, 2]], "labels": [1]}, "images", "images is not an array of numbers"),
     ],
 )  # fmt: skip
-def test_mistakes_name_the_row(data: Any, reads: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_data_in_memory_is_refused_with_its_location(
+    data: Any, reads: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         in_memory(data, reads).write(tmp_path / "spool")
 
 
-def test_an_object_with_only_an_arrow_stream_is_read_by_pyarrow(tmp_path: Path, monkeypatch) -> None:
+def test_arrow_streams_are_read_with_pyarrow(tmp_path: Path, monkeypatch) -> None:
     class Stream:
         def __arrow_c_stream__(self) -> None: ...
 
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # not installed
     with pytest.raises(UserError, match="to read Stream, pyarrow is needed"):
         in_memory(Stream(), "pairs")
     monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(table=lambda stream: ArrowLike(COLUMNS)))
     assert read(Stream(), tmp_path)[0] == [Example(*row) for row in ROWS]
 
 
-def test_a_lazy_frame() -> None:
+def test_lazy_frames_are_refused() -> None:
     class Lazy:
         def collect(self) -> None: ...
 
@@ -224,7 +229,7 @@ def test_a_lazy_frame() -> None:
         in_memory(Lazy(), "pairs")
 
 
-def test_pandas(tmp_path: Path) -> None:
+def test_pandas_frames_and_series_are_read(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"target": ["A", None, "C"], "source": ["a", "b", pandas.NA]})
     examples, counter = read(frame, tmp_path)
@@ -234,7 +239,7 @@ def test_pandas(tmp_path: Path) -> None:
         assert list(read_pieces(source, LineCounter())) == ["x\n"]
 
 
-def test_polars(tmp_path: Path) -> None:
+def test_polars_frames_are_read(tmp_path: Path) -> None:
     polars = pytest.importorskip("polars")
     frame = polars.DataFrame({"target": ["A", None], "source": ["a", "b"]})
     examples, counter = read(frame, tmp_path)
@@ -243,7 +248,7 @@ def test_polars(tmp_path: Path) -> None:
         in_memory(frame.lazy(), "pairs")
 
 
-def test_datasets(tmp_path: Path) -> None:
+def test_hugging_face_datasets_are_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_dict({"target": ["A", None], "source": ["a", "b"]})
     examples, counter = read(dataset, tmp_path)

@@ -1,4 +1,4 @@
-"""The order of examples: complete, within budget, with little padding, and a function of seed and epoch only."""
+"""Order of examples: complete, within the token budget, little padding, determined by seed and epoch."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_every_example_occurs_once_and_every_batch_is_within_budget(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WINDOW", window)
         patch.setattr(module, "BLOCK", 3)
-        found = list(Batches(source, target, seed, epoch, tokens, examples))
-    assert sorted(int(index) for batch in found for index in batch) == list(range(len(rows)))
-    for batch in found:
+        batches = list(Batches(source, target, seed, epoch, tokens, examples))
+    assert sorted(int(index) for batch in batches for index in batch) == list(range(len(rows)))
+    for batch in batches:
         assert len(batch) <= (examples or len(rows))
         assert len(batch) == 1 or len(batch) * max(source[batch].max(), target[batch].max()) <= tokens
 
@@ -47,22 +47,23 @@ def test_every_example_occurs_once_and_every_batch_is_within_budget(
 def test_order_is_a_function_of_seed_and_epoch() -> None:
     source, target = lengths(3000)
 
-    def made(seed: int, epoch: int) -> list[list[int]]:
+    def make_batches(seed: int, epoch: int) -> list[list[int]]:
         return [batch.tolist() for batch in Batches(source, target, seed, epoch, 512)]
 
-    late = made(1, 7)
-    assert made(1, 7) == late  # independent of batches in between
-    assert made(1, 8) != late
-    assert made(2, 7) != late
-    assert sorted(map(sorted, made(1, 8))) != sorted(map(sorted, late))  # other batches, not only another order
+    reference = make_batches(1, 7)
+    assert make_batches(1, 7) == reference  # independent of other epochs
+    assert make_batches(1, 8) != reference
+    assert make_batches(2, 7) != reference
+    # The batches themselves differ, not only their order.
+    assert sorted(map(sorted, make_batches(1, 8))) != sorted(map(sorted, reference))
 
 
 def test_batches_are_full_with_little_padding() -> None:
     source, target = lengths(20_000)
-    found = Batches(source, target, 1, 0, 2048)
-    padded = sum(len(b) * (int(source[b].max()) + int(target[b].max())) for b in found)
+    batches = Batches(source, target, 1, 0, 2048)
+    padded = sum(len(b) * (int(source[b].max()) + int(target[b].max())) for b in batches)
     assert 1 - (source.sum() + target.sum()) / padded < 0.05
-    assert len(found) < 1.1 * np.maximum(source, target).sum() / 2048
+    assert len(batches) < 1.1 * np.maximum(source, target).sum() / 2048
 
 
 def test_short_and_long_batches_are_mixed() -> None:
@@ -71,20 +72,21 @@ def test_short_and_long_batches_are_mixed() -> None:
     assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 0.2
 
 
-def test_few_examples_are_one_batch() -> None:
+def test_few_examples_give_one_batch() -> None:
     source, target = lengths(30)
     assert len(Batches(source, target, 1, 0, 10**6)) == 1
     assert len(Batches(source[:0], target[:0], 1, 0, 10)) == 0
 
 
-# More examples than are put in order at a time
+# More examples than one window
 
 
-class Counted:
-    """Lengths that record how many are read at a time."""
+class CountingLengths:
+    """Lengths that record the largest number of rows read at once."""
 
     def __init__(self, lengths: np.ndarray) -> None:
-        self._lengths, self.most = lengths, 0
+        self._lengths = lengths
+        self.most = 0
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -95,30 +97,33 @@ class Counted:
 
 
 @pytest.mark.parametrize("shares", [None, [0.3, 0.7]])
-def test_one_window_is_ordered_at_a_time(monkeypatch: pytest.MonkeyPatch, shares: list[float] | None) -> None:
+def test_at_most_one_window_of_lengths_is_read_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, shares: list[float] | None
+) -> None:
     monkeypatch.setattr(module, "WINDOW", 1000)
-    source, target = map(Counted, lengths(4321))
+    source, target = map(CountingLengths, lengths(4321))
 
-    def made() -> Batches:
+    def make_batches() -> Batches:
         return Batches(source, target, 3, 2, 512, sizes=[1321, 3000], shares=shares)
 
-    every = [batch.tolist() for batch in made()]
-    assert [batch.tolist() for batch in made()[:]] == every
+    expected = [batch.tolist() for batch in make_batches()]
+    assert [batch.tolist() for batch in make_batches()[:]] == expected
     assert source.most == target.most <= 1000
-    jumps, random = made(), np.random.default_rng(1)
-    assert len(jumps) == len(every)
-    for number in [-1, 0, *random.integers(len(every), size=50).tolist()]:  # in any order
-        assert jumps[number].tolist() == every[number]
+    jumps = make_batches()
+    random = np.random.default_rng(1)
+    assert len(jumps) == len(expected)
+    for number in [-1, 0, *random.integers(len(expected), size=50).tolist()]:  # random access
+        assert jumps[number].tolist() == expected[number]
     with pytest.raises(IndexError):
-        jumps[len(every)]
-    rows = [row for batch in every for row in batch]
+        jumps[len(expected)]
+    rows = [row for batch in expected for row in batch]
     if shares is None:
         assert sorted(rows) == list(range(4321))
     else:
         assert sum(row < 1321 for row in rows) == round(0.3 * 4321) and len(rows) == 4321
 
 
-def test_a_window_is_drawn_from_the_whole_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_sampled_from_the_whole_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WINDOW", 6400)
     first = np.concatenate(Batches(*lengths(64_000), 1, 0, 512)[:100])
     assert len(first) > 2000
@@ -137,26 +142,26 @@ def test_a_window_is_drawn_from_the_whole_corpus(monkeypatch: pytest.MonkeyPatch
     st.integers(1, 5),
 )
 @settings(deadline=None)
-def test_a_draw_keeps_the_proportions(
+def test_draw_keeps_the_proportions_in_every_epoch(
     sizes: list[int], weights: list[float], seed: int, parts: int, block: int
 ) -> None:
     shares = proportions(sizes, weights[: len(sizes)], None)
     assert shares is not None
     ends = np.cumsum(sizes)
     corpus_of = np.repeat(np.arange(len(sizes)), sizes)
-    seen = np.zeros(sum(sizes), int)
+    totals = np.zeros(sum(sizes), int)
     for epoch in range(4):
-        drawn = np.concatenate([draw(sizes, shares, seed, epoch, (n, parts), block) for n in range(parts)])
-        assert sorted(draw(sizes, shares, seed, epoch, block=block)) == sorted(drawn)
-        assert len(drawn) == ends[-1]
-        counts = np.bincount(corpus_of[drawn], minlength=len(sizes))
+        rows = np.concatenate([draw(sizes, shares, seed, epoch, (n, parts), block) for n in range(parts)])
+        assert sorted(draw(sizes, shares, seed, epoch, block=block)) == sorted(rows)
+        assert len(rows) == ends[-1]
+        counts = np.bincount(corpus_of[rows], minlength=len(sizes))
         assert np.allclose(counts, np.array(shares) * ends[-1], atol=1)
-        seen += np.bincount(drawn, minlength=len(seen))
-        for end, size in zip(ends, sizes, strict=True):  # no example comes twice more than another of its corpus
-            assert np.ptp(seen[end - size : end]) <= 1
+        totals += np.bincount(rows, minlength=len(totals))
+        for end, size in zip(ends, sizes, strict=True):  # counts differ by at most one
+            assert np.ptp(totals[end - size : end]) <= 1
 
 
-def test_temperature_is_a_power_of_the_size() -> None:
+def test_temperature_scales_proportions_by_a_power_of_the_size() -> None:
     sizes = [1000, 10, 100]
     assert proportions(sizes, None, None) is None
     assert np.allclose(proportions(sizes, None, 1.0) or 0, np.array(sizes) / sum(sizes))
@@ -168,9 +173,10 @@ def test_temperature_is_a_power_of_the_size() -> None:
     assert sorted(draw([3, 0], [1, 0], 1, 0)) == [0, 1, 2]
 
 
-def test_batches_of_a_draw_contain_the_drawn_examples() -> None:
-    sizes, lengths = [30, 300], np.arange(330) % 17 + 1
-    drawn = draw(sizes, [0.5, 0.5], 1, 0)
-    cut = Batches(lengths, lengths, 1, 0, 100, sizes=sizes, shares=[0.5, 0.5])
-    assert sorted(np.concatenate(cut[:])) == sorted(drawn)
-    assert all(len(rows) * lengths[rows].max() <= 100 for rows in cut)
+def test_batches_contain_exactly_the_drawn_examples() -> None:
+    sizes = [30, 300]
+    lengths = np.arange(330) % 17 + 1
+    rows_drawn = draw(sizes, [0.5, 0.5], 1, 0)
+    batches = Batches(lengths, lengths, 1, 0, 100, sizes=sizes, shares=[0.5, 0.5])
+    assert sorted(np.concatenate(batches[:])) == sorted(rows_drawn)
+    assert all(len(rows) * lengths[rows].max() <= 100 for rows in batches)

@@ -1,4 +1,4 @@
-"""Held-out examples: enough, not too many, and never with a source of a training example."""
+"""Held-out examples do not share a source with training examples; columns of features are detected."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def split(sources: list[str]) -> tuple[int, set[str]]:
     for source in sources:
         splitter.see(source)
     count = splitter.choose()
-    held = [source for source in sources if splitter.held_out(source)]
-    assert len(held) == count
-    return count, set(held)
+    held_out = [source for source in sources if splitter.held_out(source)]
+    assert len(held_out) == count
+    return count, set(held_out)
 
 
 @pytest.mark.parametrize("examples", [2, 10, 100, 250, 999, 8000, 40_000, 60_000])
@@ -36,25 +36,25 @@ def test_distinct_sources_give_exactly_valid_count(examples: int) -> None:
 
 @given(st.lists(st.sampled_from("abcdefghij") | st.text(max_size=3), min_size=1, max_size=60), st.randoms())
 @settings(deadline=None)
-def test_sources_stay_together_and_something_is_left(sources: list[str], chance: Random) -> None:
-    count, held = split(sources)
+def test_equal_sources_stay_together_and_both_parts_are_not_empty(sources: list[str], rng: Random) -> None:
+    count, held_out = split(sources)
     if len(set(sources)) == 1:
         assert count == 0
     else:
         assert 0 < count < len(sources)
     shuffled = list(sources)
-    chance.shuffle(shuffled)
-    assert split(shuffled) == (count, held)
+    rng.shuffle(shuffled)
+    assert split(shuffled) == (count, held_out)
 
 
-def test_the_choice_does_not_depend_on_the_order(monkeypatch) -> None:
+def test_held_out_sources_do_not_depend_on_the_order_of_lines(monkeypatch) -> None:
     monkeypatch.setattr(holdout, "CANDIDATES", 8)
-    # sources of many examples each, so that a rare one far behind would fill what is left of the wanted number
+    # Sources with many examples each: a rare source late in the file could fill the remaining held-out number.
     sources = [f"word {index}" for index in range(100) for _ in range(1 + index % 23)]
     assert len({frozenset(split(Random(seed).sample(sources, len(sources)))[1]) for seed in range(20)}) == 1
 
 
-def test_a_frequent_source_is_not_held_out() -> None:
+def test_very_frequent_sources_are_not_held_out() -> None:
     sources = ["frequent"] * 900 + [f"word {index}" for index in range(100)]
     assert "frequent" not in split(sources)[1]
 
@@ -63,7 +63,7 @@ FEATURES = ("source", "features", "target"), ("source", "target", "features")
 
 
 @pytest.mark.parametrize("columns", [*FEATURES, None])
-def test_a_column_of_features_is_recognised(columns: tuple[str, ...] | None, tmp_path: Path) -> None:
+def test_features_column_is_detected(columns: tuple[str, ...] | None, tmp_path: Path) -> None:
     path = tmp_path / "forms.tsv"
     rows = [
         {"source": f"word{i}", "features": "V;PST" if i % 2 else "V;PRS;3", "target": f"worded{i}"} for i in range(40)
@@ -78,12 +78,12 @@ def test_a_column_of_features_is_recognised(columns: tuple[str, ...] | None, tmp
     assert find_columns(Recipe(data=Data(train="nowhere.tsv"))) is None
 
 
-def test_recognised_columns_are_reported_and_returned(tmp_path: Path) -> None:
+def test_detected_columns_are_reported_and_returned(tmp_path: Path) -> None:
     path = tmp_path / "forms.tsv"
     path.write_text("".join(f"word{i}\t{'V;PST' if i % 2 else 'V;PRS'}\tworded{i}\n" for i in range(40)))
     messages: list[str] = []
     recipe = Recipe(data=Data(train=str(path)))
-    for _ in range(2):  # the second time, the data is there already
+    for _ in range(2):  # the second call opens the prepared data
         prepared = prepare(recipe, tmp_path / "data", say=messages.append)
         assert prepared.columns == prepared.codec.columns == FEATURES[0]
         assert prepared.codec.features == ("PRS", "PST", "V")

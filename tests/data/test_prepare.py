@@ -1,4 +1,4 @@
-"""From a recipe to corpora on disk: choices, vocabularies, split, and reuse of prepared data."""
+"""Preparing data from a recipe: tokenizers, vocabularies, split, reuse, and errors."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from regard.recipe import load_recipe
 from regard.text import learn as vocabulary
 from regard.text.codec import Example
 
-CHANCE = random.Random(3)
-WORDS = sorted({"".join(CHANCE.choices("abcdefgh", k=CHANCE.randint(3, 9))) for _ in range(420)})
+RANDOM = random.Random(3)
+WORDS = sorted({"".join(RANDOM.choices("abcdefgh", k=RANDOM.randint(3, 9))) for _ in range(420)})
 PAIRS = [(word, " ".join(word.upper())) for word in WORDS]
 
 
-def table(path: Path, rows: list[tuple[str, ...]], packed: bool = False) -> str:
+def table(path: Path, rows: list[tuple[str, ...]], compress: bool = False) -> str:
     data = "".join("\t".join(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(data) if packed else data)
+    path.write_bytes(gzip.compress(data) if compress else data)
     return str(path)
 
 
-def made(out: Path, data: dict, text: dict | None = None, seed: int = 1, **options) -> Prepared:
+def prepare_data(out: Path, data: dict, text: dict | None = None, seed: int = 1, **options) -> Prepared:
     return prepare(load_recipe({"data": data, "text": text or {}, "train": {"seed": seed}}), out, **options)
 
 
 def rows(prepared: Prepared) -> list[tuple[str, str]]:
-    codec, train = prepared.codec, prepared.train
+    codec = prepared.codec
+    train = prepared.train
     return [(codec.source.decode(train.source(i)), codec.decode_target(train.target(i))) for i in range(len(train))]
 
 
@@ -48,12 +49,12 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
-def test_a_table_becomes_two_corpora(tmp_path: Path) -> None:
-    prepared = made(tmp_path / "data", {"train": table(tmp_path / "t.tsv", PAIRS)})
+def test_table_is_split_into_training_and_validation_corpora(tmp_path: Path) -> None:
+    prepared = prepare_data(tmp_path / "data", {"train": table(tmp_path / "t.tsv", PAIRS)})
     assert (prepared.codec.source.scheme, prepared.codec.target.scheme) == ("char", "space")
-    held = [(example.source, example.target) for example in prepared.valid_examples]
-    assert sorted(rows(prepared) + held) == sorted(PAIRS)
-    assert len(held) == len(prepared.valid) == 50
+    held_out = [(example.source, example.target) for example in prepared.valid_examples]
+    assert sorted(rows(prepared) + held_out) == sorted(PAIRS)
+    assert len(held_out) == len(prepared.valid) == 50
     for index, example in enumerate(prepared.valid_examples):
         assert prepared.valid.source(index).tolist() == prepared.codec.encode_source([example])[0]
         assert prepared.valid.target(index).tolist() == prepared.codec.encode_target([example.target or ""])[0]
@@ -67,50 +68,52 @@ def test_a_table_becomes_two_corpora(tmp_path: Path) -> None:
         assert part in message
 
 
-def test_it_is_made_once_and_opened_by_others(tmp_path: Path) -> None:
+def test_prepared_data_is_written_once_and_reopened(tmp_path: Path) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS)}
-    first = made(tmp_path / "data", data)
+    first = prepare_data(tmp_path / "data", data)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
-    for again in (made(tmp_path / "data", data), open_prepared(tmp_path / "data")):
+    for again in (prepare_data(tmp_path / "data", data), open_prepared(tmp_path / "data")):
         assert (again.notes, again.valid_examples, rows(again)) == (first.notes, first.valid_examples, rows(first))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
-    made(tmp_path / "other", data)
+    prepare_data(tmp_path / "other", data)
     assert contents(tmp_path / "other") == contents(tmp_path / "data")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "other", "t.tsv"]  # nothing left over
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "other", "t.tsv"]  # no temporary files are left
 
 
-def test_changed_data_is_made_anew(tmp_path: Path) -> None:
+def test_changed_data_or_settings_are_prepared_again(tmp_path: Path) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS)}
-    made(tmp_path / "data", data)
+    prepare_data(tmp_path / "data", data)
     table(tmp_path / "t.tsv", PAIRS[:-1])
-    anew = made(tmp_path / "data", data)
-    assert len(anew.train) + len(anew.valid) == len(PAIRS) - 1
-    assert made(tmp_path / "data", data, {"source_tokens": "byte"}).codec.source.scheme == "byte"
+    prepared = prepare_data(tmp_path / "data", data)
+    assert len(prepared.train) + len(prepared.valid) == len(PAIRS) - 1
+    assert prepare_data(tmp_path / "data", data, {"source_tokens": "byte"}).codec.source.scheme == "byte"
     (tmp_path / "t.tsv").unlink()
     with pytest.raises(UserError, match="no such file"):
-        made(tmp_path / "data", data)
+        prepare_data(tmp_path / "data", data)
 
 
-def test_lenient_data_is_not_that_of_a_strict_run(tmp_path: Path) -> None:
+def test_strict_run_does_not_reuse_lenient_data(tmp_path: Path) -> None:
     data = {"train": table(tmp_path / "t.tsv", [*PAIRS, ("bad",)])}
-    made(tmp_path / "data", data)
+    prepare_data(tmp_path / "data", data)
     before = contents(tmp_path / "data")
     with pytest.raises(UserError, match=rf"t\.tsv:{len(PAIRS) + 1}: wrong column count"):
-        made(tmp_path / "data", {**data, "strict": True})
+        prepare_data(tmp_path / "data", {**data, "strict": True})
     assert contents(tmp_path / "data") == before
-    assert "data.strict" not in json.loads(before["prepared.json"])["made_from"]  # caches of earlier versions are valid
+    # The key is absent, so caches of earlier versions stay valid.
+    assert "data.strict" not in json.loads(before["prepared.json"])["made_from"]
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_files_that_changed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool) -> None:
-    """By size and hash, also in the records of earlier versions, which had another hash and no sizes.
+def test_changed_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool) -> None:
+    """Changes are detected by size and hash; files with an unchanged modification time are not hashed.
 
-    Files that were not touched since are not hashed.
+    Records of earlier versions have no sizes and a different hash.
     """
     paths = [tmp_path / "t.tsv", tmp_path / "v.tsv"]
     data = {"train": table(paths[0], PAIRS), "valid": table(paths[1], PAIRS[:9])}
-    order, sizes = load_recipe({"data": data}), [path.stat().st_size for path in paths]
-    files = prepare(order, tmp_path / "data").files
+    recipe = load_recipe({"data": data})
+    sizes = [path.stat().st_size for path in paths]
+    files = prepare(recipe, tmp_path / "data").files
     assert list(files.values()) == [
         (path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
         for path in paths
@@ -124,27 +127,27 @@ def test_files_that_changed_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patched:
         if not earlier:
             patched.delattr(module, "_digest")
-        assert list(changed_files(tmp_path / "data", order)) == []
+        assert list(changed_files(tmp_path / "data", recipe)) == []
     text = paths[1].read_text()
-    paths[1].write_text(text[:-2] + "#\n")  # as long as before
-    (changed,) = changed_files(tmp_path / "data", order)
-    assert changed.startswith(f"{paths[1]}: has changed") and f"now {sizes[1]:,} bytes" in changed
-    assert (f"then {sizes[1]:,} bytes" in changed) == (not earlier)
+    paths[1].write_text(text[:-2] + "#\n")  # the size does not change
+    (message,) = changed_files(tmp_path / "data", recipe)
+    assert message.startswith(f"{paths[1]}: has changed") and f"now {sizes[1]:,} bytes" in message
+    assert (f"then {sizes[1]:,} bytes" in message) == (not earlier)
     table(paths[0], PAIRS[1:])
-    assert len(list(changed_files(tmp_path / "data", order))) == 2
+    assert len(list(changed_files(tmp_path / "data", recipe))) == 2
     for path in paths:
         path.unlink()
-    assert list(changed_files(tmp_path / "data", order)) == []  # the corpus is all that a resumed run needs
+    assert list(changed_files(tmp_path / "data", recipe)) == []  # a resumed run needs only the prepared data
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_validation_on_the_training_data_is_noted(tmp_path: Path, same: bool) -> None:
+def test_validation_data_equal_to_training_data_is_noted(tmp_path: Path, same: bool) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS), "valid": table(tmp_path / "v.tsv", PAIRS[same is False :])}
-    notes = "\n".join(made(tmp_path / "data", data).notes)
+    notes = "\n".join(prepare_data(tmp_path / "data", data).notes)
     assert ("the validation data is the training data" in notes) == same
 
 
-SENTENCES = [(" ".join(CHANCE.choices(WORDS, k=6)), " ".join(CHANCE.choices(WORDS, k=6))) for _ in range(150)]
+SENTENCES = [(" ".join(RANDOM.choices(WORDS, k=6)), " ".join(RANDOM.choices(WORDS, k=6))) for _ in range(150)]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ SENTENCES = [(" ".join(CHANCE.choices(WORDS, k=6)), " ".join(CHANCE.choices(WORD
         ("span", "char"),
     ],
 )
-def test_the_seed_changes_nothing(task: str, scheme: str, tmp_path: Path) -> None:
+def test_prepared_data_does_not_depend_on_the_seed(task: str, scheme: str, tmp_path: Path) -> None:
     labelled = [(source, target[:1]) for source, target in SENTENCES]
     path = table(tmp_path / "t.tsv", labelled if task == "classify" else SENTENCES)
     tables = {"task": task, "data": {"train": path}, "text": {"source_tokens": scheme, "target_tokens": scheme}}
@@ -167,27 +170,27 @@ def test_the_seed_changes_nothing(task: str, scheme: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("scheme", ["char", "nfd", "space", "word", "byte", "bpe:300", "unigram:300"])
-def test_the_order_of_lines_changes_neither_split_nor_vocabulary(scheme: str, tmp_path: Path) -> None:
+def test_order_of_lines_does_not_change_split_or_vocabulary(scheme: str, tmp_path: Path) -> None:
     lines = SENTENCES + SENTENCES[::3] + [(source, target + " x") for source, target in SENTENCES[::4]]
-    found = []
+    results = []
     for index in range(3):
         shuffled = random.Random(index).sample(lines, len(lines))
         text = {"source_tokens": scheme, "target_tokens": scheme}
-        prepared = made(tmp_path / str(index), {"train": table(tmp_path / "t", shuffled)}, text)
+        prepared = prepare_data(tmp_path / str(index), {"train": table(tmp_path / "t", shuffled)}, text)
         tokenizers = {path.name: path.read_bytes() for path in (tmp_path / str(index)).glob("*.tokenizer.json")}
-        found.append((sorted(prepared.valid_examples), sorted(rows(prepared)), tokenizers))
+        results.append((sorted(prepared.valid_examples), sorted(rows(prepared)), tokenizers))
         assert not {e.source for e in prepared.valid_examples} & {source for source, _ in rows(prepared)}
         assert len(prepared.valid) + len(prepared.train) == len(lines)
-    assert found[0] == found[1] == found[2]
+    assert results[0] == results[1] == results[2]
 
 
-def test_features_and_a_validation_file(tmp_path: Path) -> None:
+def test_features_with_a_validation_file(tmp_path: Path) -> None:
     columns = ["source", "features", "target"]
     train = table(
         tmp_path / "t", [(word, "N;SG" if index % 2 else "N;PL", word + "s") for index, word in enumerate(WORDS)]
     )
     valid = table(tmp_path / "v", [("abc", "N;DU", "abcß"), ("a" * 20, "N", "b")])
-    prepared = made(tmp_path / "data", {"train": train, "valid": valid, "columns": columns, "max_length": 15})
+    prepared = prepare_data(tmp_path / "data", {"train": train, "valid": valid, "columns": columns, "max_length": 15})
     assert prepared.codec.features == ("N", "PL", "SG")
     assert prepared.valid_examples == [Example("abc", "abcß", "N;DU")]
     message = "\n".join(prepared.notes)
@@ -197,96 +200,97 @@ def test_features_and_a_validation_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["bpe:300", "unigram:300", "word", "byte"])
-def test_parallel_files_with_a_shared_vocabulary(scheme: str, tmp_path: Path) -> None:
-    sides = [[(" ".join(CHANCE.choices(WORDS, k=8)),) for _ in range(60)] for _ in range(2)]
+def test_parallel_files_are_prepared_with_a_shared_vocabulary(scheme: str, tmp_path: Path) -> None:
+    sides = [[(" ".join(RANDOM.choices(WORDS, k=8)),) for _ in range(60)] for _ in range(2)]
     data = {"source": table(tmp_path / "a.gz", sides[0], True), "target": table(tmp_path / "b", sides[1])}
-    prepared = made(tmp_path / "data", data, {"source_tokens": scheme, "shared": True})
+    prepared = prepare_data(tmp_path / "data", data, {"source_tokens": scheme, "shared": True})
     assert prepared.codec.shared
     assert prepared.codec.source.scheme.split(":")[0] == scheme.split(":")[0]
-    held = [(e.source, e.target) for e in prepared.valid_examples]
+    held_out = [(e.source, e.target) for e in prepared.valid_examples]
     pairs = [(a, b) for (a,), (b,) in zip(*sides, strict=True)]
-    if scheme == "word":  # words of the held-out lines may be unknown, but those of the training lines are not
+    if scheme == "word":  # held-out lines may contain unknown words
         assert set(rows(prepared)) < set(pairs)
     else:
-        assert sorted(rows(prepared) + held) == sorted(pairs)
+        assert sorted(rows(prepared) + held_out) == sorted(pairs)
 
 
-def test_held_out_text_is_not_learned_from(tmp_path: Path) -> None:
+def test_vocabulary_is_not_learned_from_held_out_examples(tmp_path: Path) -> None:
     pairs = [(word, word + chr(0x4E00 + index)) for index, word in enumerate(WORDS)]
-    prepared = made(tmp_path / "data", {"train": table(tmp_path / "t", pairs)}, {"target_tokens": "char"})
+    prepared = prepare_data(tmp_path / "data", {"train": table(tmp_path / "t", pairs)}, {"target_tokens": "char"})
     assert all(prepared.codec.target.unknown_tokens(example.target or "") for example in prepared.valid_examples)
 
 
 @pytest.fixture
-def learned(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The texts that vocabularies are learned from, for at most about 100 lines of them."""
+def learning_texts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Record the texts from which vocabularies are learned, with samples of about 100 lines."""
     monkeypatch.setattr(vocabulary, "MAX_LINES", 100)
     texts: list[list[str]] = []
     train = module.Tokenizer.train
 
-    def recorded(scheme: str, some: Iterable[str], *rest: Any) -> Any:
+    def record(scheme: str, some: Iterable[str], *rest: Any) -> Any:
         texts.append(list(some))
         return train(scheme, texts[-1], *rest)
 
-    monkeypatch.setattr(module.Tokenizer, "train", recorded)
+    monkeypatch.setattr(module.Tokenizer, "train", record)
     return texts
 
 
-def test_learning_from_a_part_of_much_text(tmp_path: Path, learned: list[list[str]]) -> None:
+def test_bpe_is_learned_from_a_sample_and_char_from_all_lines(tmp_path: Path, learning_texts: list[list[str]]) -> None:
     schemes = {"source_tokens": "bpe:270", "target_tokens": "char"}
-    made(tmp_path / "data", {"train": table(tmp_path / "t", PAIRS)}, schemes)
-    assert 60 < len(learned[0]) < 140  # about 100 of 370
-    assert len(learned[1]) == len(PAIRS) - 50
+    prepare_data(tmp_path / "data", {"train": table(tmp_path / "t", PAIRS)}, schemes)
+    assert 60 < len(learning_texts[0]) < 140  # a sample of about 100 out of 370 lines
+    assert len(learning_texts[1]) == len(PAIRS) - 50
 
 
-def test_of_very_much_text_some_blocks_are_read(
-    tmp_path: Path, learned: list[list[str]], monkeypatch: pytest.MonkeyPatch
+def test_sample_of_large_files_reads_few_blocks_from_the_whole_file(
+    tmp_path: Path, learning_texts: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for part, name, value in ((reader, "READ_BYTES", 100), (pairs, "READ_BYTES", 100), (pairs, "MIN_SAMPLE_BLOCKS", 4)):
         monkeypatch.setattr(part, name, value)
-    read: list[int] = []
-    blocks = tables.Corpora.read_block
-    monkeypatch.setattr(tables.Corpora, "read_block", lambda *args: (read.append(1), blocks(*args))[1])
+    reads: list[int] = []
+    read_block = tables.Corpora.read_block
+    monkeypatch.setattr(tables.Corpora, "read_block", lambda *args: (reads.append(1), read_block(*args))[1])
     rows = [(f"{source}{part}", f"{target} {part}") for part in range(10) for source, target in PAIRS]
     data = {"train": table(tmp_path / "t", rows), "valid": table(tmp_path / "v", PAIRS[:3])}
-    made(tmp_path / "data", data, {"source_tokens": "bpe:270", "target_tokens": "bpe:270"})
-    whole = (tmp_path / "t").stat().st_size // 100  # about so many blocks
-    assert len(read) < 2.5 * whole  # the scan and the ids read all of them, and the two samples few
-    for texts in learned:
+    prepare_data(tmp_path / "data", data, {"source_tokens": "bpe:270", "target_tokens": "bpe:270"})
+    block_count = (tmp_path / "t").stat().st_size // 100  # approximate number of blocks in the file
+    assert len(reads) < 2.5 * block_count  # the scan and the encoding read all blocks, the samples few
+    for texts in learning_texts:
         assert 60 < len(texts) < 140
-        assert {text[-1] for text in texts} == set("0123456789")  # from all over
+        assert {text[-1] for text in texts} == set("0123456789")  # from all parts of the file
 
 
-def test_scripts_without_spaces_are_learned_from_less_text() -> None:
-    spaced, unbroken = ["some words " * 5] * 10, ["文" * 55] * 10
+def test_vocabularies_of_unspaced_scripts_are_learned_from_fewer_characters() -> None:
+    spaced = ["some words " * 5] * 10
+    unspaced = ["文" * 55] * 10
     assert vocabulary.learned_lines("char", spaced, 10**7) == 10**7
     assert vocabulary.learned_lines("bpe:8000", spaced, 500) == 500
     assert vocabulary.learned_lines("bpe:8000", spaced, 10**7) * 55 <= vocabulary.MAX_CHARACTERS
-    assert vocabulary.learned_lines("bpe:8000", unbroken, 10**7) * 55 <= vocabulary.MAX_UNSPACED_CHARACTERS["bpe"]
+    assert vocabulary.learned_lines("bpe:8000", unspaced, 10**7) * 55 <= vocabulary.MAX_UNSPACED_CHARACTERS["bpe"]
     assert vocabulary.learned_lines("unigram:8000", ["x" * 10**6], 10**7) == 1
 
 
-def test_stdin_and_pipes_are_read_once(tmp_path: Path, monkeypatch) -> None:
+def test_stdin_and_pipes_give_the_same_data_as_files(tmp_path: Path, monkeypatch) -> None:
     path = table(tmp_path / "t.tsv", [*PAIRS, ("bad",)])
-    expected = made(tmp_path / "file", {"train": path})
+    expected = prepare_data(tmp_path / "file", {"train": path})
     monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"buffer": io.BytesIO(Path(path).read_bytes())}))
-    piped = made(tmp_path / "stdin", {"train": "-"})
-    assert rows(piped) == rows(expected)
-    assert f"wrong column count (stdin:{len(PAIRS) + 1})" in "\n".join(piped.notes)
+    from_stdin = prepare_data(tmp_path / "stdin", {"train": "-"})
+    assert rows(from_stdin) == rows(expected)
+    assert f"wrong column count (stdin:{len(PAIRS) + 1})" in "\n".join(from_stdin.notes)
     assert not list((tmp_path / "stdin").glob("spool*"))
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe")
         threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(Path(path).read_bytes(),), daemon=True).start()
-        assert rows(made(tmp_path / "fifo", {"train": str(tmp_path / "pipe")})) == rows(expected)
+        assert rows(prepare_data(tmp_path / "fifo", {"train": str(tmp_path / "pipe")})) == rows(expected)
 
 
-def test_one_source_alone_is_validated_on_itself(tmp_path: Path) -> None:
+def test_single_source_is_used_for_training_and_validation(tmp_path: Path) -> None:
     path = table(tmp_path / "t", [("a", "b"), ("a", "long" * 9)])
-    prepared = made(tmp_path / "data", {"train": path, "max_length": 9})
+    prepared = prepare_data(tmp_path / "data", {"train": path, "max_length": 9})
     assert (len(prepared.train), len(prepared.valid)) == (1, 1)
     message = "\n".join(prepared.notes)
     assert "nothing can be split off" in message
-    assert "1 of 2 lines; skipped 1 too long" in message  # once, not once per side
+    assert "1 of 2 lines; skipped 1 too long" in message  # reported once
 
 
 @pytest.mark.parametrize(
@@ -305,60 +309,62 @@ def test_one_source_alone_is_validated_on_itself(tmp_path: Path) -> None:
         ({"source": "good.tsv", "target": "good.tsv", "columns": ["source", "features", "target"]}, {}, "features are"),
     ],
 )
-def test_mistakes_are_explained(data: dict, text: dict, message: str, tmp_path: Path, monkeypatch) -> None:
+def test_invalid_settings_leave_no_prepared_data(
+    data: dict, text: dict, message: str, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     table(tmp_path / "good.tsv", PAIRS)
     table(tmp_path / "three.tsv", [("a", "N", "b")] * 5)
     with pytest.raises(UserError, match=message):
-        made(tmp_path / "data", data, text)
+        prepare_data(tmp_path / "data", data, text)
     assert not (tmp_path / "data").exists() and not (tmp_path / "data.tmp").exists()
 
 
-def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch) -> None:
+def test_failed_preparation_leaves_existing_data_unchanged(tmp_path: Path, monkeypatch) -> None:
     path = table(tmp_path / "t.tsv", PAIRS)
-    made(tmp_path / "data", {"train": path})
+    prepare_data(tmp_path / "data", {"train": path})
     before = contents(tmp_path / "data")
 
-    def full(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "rename", full)
+    monkeypatch.setattr(files.os, "rename", fail)
     with pytest.raises(UserError, match=r"data: cannot write: No space left"):
-        made(tmp_path / "data", {"train": path}, {"min_count": 2})
+        prepare_data(tmp_path / "data", {"train": path}, {"min_count": 2})
     assert contents(tmp_path / "data") == before
     assert not (tmp_path / "data.tmp").exists()
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     (tmp_path / "data.tmp" / "train").mkdir(parents=True)
-    made(tmp_path / "data", {"train": table(tmp_path / "t.tsv", PAIRS)})
+    prepare_data(tmp_path / "data", {"train": table(tmp_path / "t.tsv", PAIRS)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "t.tsv"]
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_shards_that_a_killed_process_left_when_all_was_done_are_removed(tmp_path: Path, cached: bool) -> None:
+def test_shards_left_next_to_complete_data_are_removed(tmp_path: Path, cached: bool) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS), **({"cache": str(tmp_path / "cache")} if cached else {})}
-    made(tmp_path / "data", data)
+    prepare_data(tmp_path / "data", data)
     (complete,) = (tmp_path / "cache").iterdir() if cached else [tmp_path / "data"]
-    left = complete.with_name(complete.name + ".shards")
-    left.mkdir()
-    (left / "0.shard").touch()
-    made(tmp_path / ("other" if cached else "data"), data)
-    assert not left.exists()
+    shards = complete.with_name(complete.name + ".shards")
+    shards.mkdir()
+    (shards / "0.shard").touch()
+    prepare_data(tmp_path / ("other" if cached else "data"), data)
+    assert not shards.exists()
 
 
-def test_a_file_that_grows_meanwhile_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_file_that_changes_during_preparation_is_refused(tmp_path: Path, monkeypatch) -> None:
     path = table(tmp_path / "t.tsv", PAIRS)
     kind = module.KINDS["pairs"]
 
-    def slowly(*arguments: object) -> dict:
+    def append_and_write(*arguments: object) -> dict:
         with open(path, "a") as file:
             file.write("late\tl a t e\n")
         return kind.write(*arguments)
 
-    monkeypatch.setitem(module.KINDS, "pairs", kind._replace(write=slowly))
+    monkeypatch.setitem(module.KINDS, "pairs", kind._replace(write=append_and_write))
     with pytest.raises(UserError, match="changed while it was read"):
-        made(tmp_path / "data", {"train": path})
+        prepare_data(tmp_path / "data", {"train": path})
 
 
 # Labels
@@ -371,7 +377,7 @@ def labelled(path: Path, *rows: tuple[str, str], valid: list[tuple[str, str]] | 
     return prepare(load_recipe({"task": "classify", "data": data}), path / "data")
 
 
-def test_labels_are_whole_strings(tmp_path: Path) -> None:
+def test_labels_may_contain_spaces(tmp_path: Path) -> None:
     rows = [(word, "so so" if index % 3 else "good") for index, word in enumerate(WORDS)]
     prepared = labelled(tmp_path, *rows)
     assert prepared.labels == ("good", "so so") == open_prepared(tmp_path / "data").labels
@@ -385,7 +391,7 @@ def test_labels_are_whole_strings(tmp_path: Path) -> None:
         assert prepared.labels[number] == names[prepared.codec.source.decode(row)]
 
 
-def test_labels_that_training_lacks_are_skipped(tmp_path: Path) -> None:
+def test_validation_labels_missing_from_training_are_skipped(tmp_path: Path) -> None:
     rows = [(word, str(index % 2)) for index, word in enumerate(WORDS)]
     prepared = labelled(tmp_path, *rows, valid=[("aa", "1"), ("bb", "new")])
     assert [example.target for example in prepared.valid_examples] == ["1"]
@@ -394,12 +400,12 @@ def test_labels_that_training_lacks_are_skipped(tmp_path: Path) -> None:
         labelled(tmp_path, *rows, valid=[("bb", "new")])
 
 
-def test_one_label_teaches_nothing(tmp_path: Path) -> None:
+def test_single_label_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="same label, 'x'"):
         labelled(tmp_path, *((word, "x") for word in WORDS))
 
 
-def test_labels_that_are_none(tmp_path: Path, monkeypatch) -> None:
+def test_too_many_distinct_labels_are_refused(tmp_path: Path, monkeypatch) -> None:
     from regard.data import pairs as scan
 
     monkeypatch.setattr(scan, "MAX_LABELS", 10)

@@ -1,4 +1,4 @@
-"""Lines are split on newlines alone, in bounded memory; every line is kept exactly as it is, or skipped and counted."""
+"""Lines are split only at newlines, in bounded memory; every line is kept unchanged, or skipped and counted."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ pieces = st.lists(
 ).map(b"".join)
 
 
-def magic(data: bytes) -> bool:
+def has_magic_number(data: bytes) -> bool:
     return data.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", *streams._OTHER_FORMATS))
 
 
 @given(pieces, st.booleans(), st.integers(1, 40))
 @settings(deadline=None)
-def test_every_line_once_whatever_the_bytes(data: bytes, packed: bool, chunk: int) -> None:
-    if magic(data):
+def test_every_line_is_read_once_for_any_bytes(data: bytes, compress: bool, chunk: int) -> None:
+    if has_magic_number(data):
         return
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "READ_BYTES", chunk)
         patch.setattr(module, "MAX_LINE_BYTES", 20)
         path = Path(directory, "f")
-        path.write_bytes(gzip.compress(data) if packed else data)
-        found = list(read_lines(str(path)))
+        path.write_bytes(gzip.compress(data) if compress else data)
+        lines = list(read_lines(str(path)))
     whole = data.split(b"\n")
     if whole[-1] == b"":
         whole.pop()
-    assert [line.number for line in found] == list(range(1, len(whole) + 1))
-    for index, (line, raw) in enumerate(zip(found, whole, strict=True)):
+    assert [line.number for line in lines] == list(range(1, len(whole) + 1))
+    for index, (line, raw) in enumerate(zip(lines, whole, strict=True)):
         raw = raw[:-1] if raw.endswith(b"\r") else raw
         raw = raw[3:] if index == 0 and raw.startswith(b"\xef\xbb\xbf") else raw
         if len(raw) > 20:
@@ -57,7 +57,7 @@ def test_every_line_once_whatever_the_bytes(data: bytes, packed: bool, chunk: in
             assert (line.problem == "invalid UTF-8") == (raw.decode("utf-8", "ignore").encode() != raw)
 
 
-def test_a_huge_line_needs_little_memory(tmp_path: Path) -> None:
+def test_huge_lines_need_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "huge.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b"before\n")
@@ -65,32 +65,32 @@ def test_a_huge_line_needs_little_memory(tmp_path: Path) -> None:
             file.write(b"x" * (1 << 20))
         file.write(b"\nafter\n")
     tracemalloc.start()
-    found = list(read_lines(str(path)))
+    lines = list(read_lines(str(path)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [(line.number, line.problem) for line in found] == [(1, None), (2, "too long"), (3, None)]
+    assert [(line.number, line.problem) for line in lines] == [(1, None), (2, "too long"), (3, None)]
     assert peak < 16 << 20
 
 
-def test_a_line_of_a_million_bytes_is_the_longest(tmp_path: Path) -> None:
+def test_lines_of_more_than_a_million_bytes_are_too_long(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"\xef\xbb\xbf" + b"x" * 1_000_000 + b"\r\n" + b"y" * 1_000_001 + b"\n" + b"z" * 1_000_001 + b"\r")
     assert [line.problem for line in read_lines(str(path))] == [None, "too long", "too long"]
 
 
-def test_stdin_plain_and_packed(monkeypatch) -> None:
+def test_stdin_is_read_plain_and_gzipped(monkeypatch) -> None:
     for data in (b"a\nb", gzip.compress(b"a\nb")):
         for buffer in (io.BytesIO(data), io.BufferedReader(io.BytesIO(data))):
             monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"buffer": buffer}))
             assert [line.text for line in read_lines("-")] == ["a", "b"]
 
 
-def test_what_cannot_be_read_is_explained(tmp_path: Path) -> None:
-    packed = gzip.compress(os.urandom(5000))
+def test_unreadable_files_are_explained(tmp_path: Path) -> None:
+    gzipped = gzip.compress(os.urandom(5000))
     cases = {
         "missing.tsv": (None, "no such file"),
-        "cut.gz": (packed[:-100], "broken gzip"),
-        "broken": (packed[:50] + b"\0\0\0\0" + packed[54:], "broken gzip"),
+        "cut.gz": (gzipped[:-100], "broken gzip"),
+        "broken": (gzipped[:50] + b"\0\0\0\0" + gzipped[54:], "broken gzip"),
         "plain.gz": (b"a\tb\n", "not a gzip file"),
         "empty.gz": (b"", "not a gzip file"),
         "utf16": ("a\tb\n".encode("utf-16"), "UTF-16"),
@@ -110,32 +110,32 @@ def test_what_cannot_be_read_is_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_a_forbidden_file_is_explained(tmp_path: Path) -> None:
+def test_missing_read_permission_is_explained(tmp_path: Path) -> None:
     (tmp_path / "secret").touch(mode=0)
     with pytest.raises(UserError, match="permission denied"), open_bytes(str(tmp_path / "secret")):
         pass
 
 
-def good(source: str, target: str, end: bytes = b"") -> tuple[bytes, Example | str]:
+def valid_line(source: str, target: str, end: bytes = b"") -> tuple[bytes, Example | str]:
     return f"{source}\t{target}".encode() + end, Example(source, target)
 
 
-# (a line, the example in it or the reason to skip it); \r is added to some
-DIRT: list[tuple[bytes, Example | str]] = [
-    good("word", "w ɜː d"),
-    good('"quoted', "open"),
-    good('"a""b"', "'x'"),
-    good(" lead", "trail "),
-    good("u2028\u2028here", "and\u2029there"),
-    good("next\x85line", "vertical\x0bform\x0c"),
-    good("nul\0inside", "\0"),
-    good("carriage\rinside", "re\r\rturn"),
-    good("twice", "returned\r", b"\r"),
-    good("\ufeffmark", "inside\ufeff"),
-    good("file\x1cgroup\x1drecord\x1e", "unit\x1f"),
-    good("#no comment", "\\escaped\\t"),
-    good("<pad>", "< eos >"),
-    good("🙂" * 5, "e\u0301"),
+# (line, its example or the reason to skip it); some lines get an additional \r
+DIRTY_LINES: list[tuple[bytes, Example | str]] = [
+    valid_line("word", "w ɜː d"),
+    valid_line('"quoted', "open"),
+    valid_line('"a""b"', "'x'"),
+    valid_line(" lead", "trail "),
+    valid_line("u2028\u2028here", "and\u2029there"),
+    valid_line("next\x85line", "vertical\x0bform\x0c"),
+    valid_line("nul\0inside", "\0"),
+    valid_line("carriage\rinside", "re\r\rturn"),
+    valid_line("twice", "returned\r", b"\r"),
+    valid_line("\ufeffmark", "inside\ufeff"),
+    valid_line("file\x1cgroup\x1drecord\x1e", "unit\x1f"),
+    valid_line("#no comment", "\\escaped\\t"),
+    valid_line("<pad>", "< eos >"),
+    valid_line("🙂" * 5, "e\u0301"),
     (b"one column", "wrong column count"),
     (b"a\tb\tc", "wrong column count"),
     (b"a\tb\t", "wrong column count"),
@@ -153,24 +153,24 @@ DIRT: list[tuple[bytes, Example | str]] = [
     (b"overlong \xc0\xaf\tutf", "invalid UTF-8"),
     (b"latin\xe9\t\xe9", "invalid UTF-8"),
 ]
-LONG = (b"x" * (1 << 20) + b"\ty", "too long")
+LONG_LINE = (b"x" * (1 << 20) + b"\ty", "too long")
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_12000_dirty_lines(seed: int, tmp_path: Path) -> None:
-    chance = random.Random(seed)
-    rows = chance.choices(DIRT, k=12_000)
-    rows[chance.randrange(12_000)] = LONG
+def test_every_dirty_line_is_kept_or_counted(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    rows = rng.choices(DIRTY_LINES, k=12_000)
+    rows[rng.randrange(12_000)] = LONG_LINE
     if rows[-1][0] == b"":
-        rows[-1] = DIRT[0]  # an empty last line without a newline is no line
-    data = b"\n".join(line + b"\r" * (line[-1:] != b"\r" and chance.random() < 0.3) for line, _ in rows)
+        rows[-1] = DIRTY_LINES[0]  # an empty string after the last newline is not a line
+    data = b"\n".join(line + b"\r" * (line[-1:] != b"\r" and rng.random() < 0.3) for line, _ in rows)
     data = b"\xef\xbb\xbf" * (seed % 2) + data + b"\n" * (seed < 2)
     path = tmp_path / "dirty.tsv"
     path.write_bytes(gzip.compress(data, 1) if seed % 2 else data)
 
     counter = LineCounter()
-    kept = list(Source((str(path),)).read(counter))
-    assert kept == [Located(n, e) for n, (_, e) in enumerate(rows, 1) if isinstance(e, Example)]
+    examples = list(Source((str(path),)).read(counter))
+    assert examples == [Located(n, e) for n, (_, e) in enumerate(rows, 1) if isinstance(e, Example)]
     assert counter.skipped == Counter(e for _, e in rows if isinstance(e, str))
     assert counter.read == 12_000 == counter.kept + counter.skipped.total()
     for reason, locations in counter.locations.items():
@@ -180,8 +180,8 @@ def test_12000_dirty_lines(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_dirty_parallel_files_stay_parallel(seed: int, tmp_path: Path) -> None:
-    chance = random.Random(seed)
+def test_dirty_parallel_files_stay_aligned(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
     sides: list[tuple[bytes, str | None]] = [
         (b"good \x0b\xe2\x80\xa8", None),
         (b'"', None),
@@ -190,7 +190,7 @@ def test_dirty_parallel_files_stay_parallel(seed: int, tmp_path: Path) -> None:
         (b" \r", "blank"),
         (b"bad\xff", "invalid UTF-8"),
     ]
-    pairs = [(chance.choice(sides), chance.choice(sides)) for _ in range(3000)]
+    pairs = [(rng.choice(sides), rng.choice(sides)) for _ in range(3000)]
     pairs[7] = ((b"y" * (1 << 20), "too long"), sides[0])
     names = [tmp_path / "a", tmp_path / "b.gz"]
     for index, path in enumerate(names):
@@ -198,7 +198,7 @@ def test_dirty_parallel_files_stay_parallel(seed: int, tmp_path: Path) -> None:
         path.write_bytes(gzip.compress(data, 1) if path.suffix else data)
 
     counter = LineCounter()
-    kept = list(Source(tuple(map(str, names))).read(counter))
+    examples = list(Source(tuple(map(str, names))).read(counter))
     expected: Counter[str] = Counter()
     for left, right in (tuple(problem for _, problem in pair) for pair in pairs):
         hard = [problem for problem in (left, right) if problem not in (None, "blank")]
@@ -207,13 +207,13 @@ def test_dirty_parallel_files_stay_parallel(seed: int, tmp_path: Path) -> None:
         elif left or right:
             expected["blank line" if left and right else "empty side"] += 1
     assert counter.skipped == expected
-    good = [n for n, pair in enumerate(pairs, 1) if not pair[0][1] and not pair[1][1]]
-    assert [located.number for located in kept] == good
-    for number, example in kept:
+    valid_numbers = [n for n, pair in enumerate(pairs, 1) if not pair[0][1] and not pair[1][1]]
+    assert [located.number for located in examples] == valid_numbers
+    for number, example in examples:
         assert (example.source.encode(), (example.target or "").encode()) == tuple(p[0] for p in pairs[number - 1])
 
 
-def test_parallel_files_of_unequal_length_are_named_with_their_counts(tmp_path: Path) -> None:
+def test_parallel_files_of_unequal_length_are_refused_with_their_line_counts(tmp_path: Path) -> None:
     for name, count in (("a", 3), ("b", 1005)):
         (tmp_path / name).write_text("x\n" * count)
     for first, second, message in (
@@ -224,19 +224,19 @@ def test_parallel_files_of_unequal_length_are_named_with_their_counts(tmp_path: 
             list(Source((str(tmp_path / first), str(tmp_path / second))).read(LineCounter()))
 
 
-def test_columns_go_by_name(tmp_path: Path) -> None:
+def test_columns_are_assigned_by_name(tmp_path: Path) -> None:
     path = tmp_path / "f.tsv"
     path.write_text("Abmachung\tN;ACC(PL)\tAbmachungen\nLeer\t\tLeere\n")
-    kept = [e for _, e in Source((str(path),), ("source", "features", "target")).read(LineCounter())]
-    assert kept == [Example("Abmachung", "Abmachungen", "N;ACC(PL)"), Example("Leer", "Leere", "")]
-    kept = [e for _, e in Source((str(path),), ("target", "features", "source")).read(LineCounter())]
-    assert kept[0] == Example("Abmachungen", "Abmachung", "N;ACC(PL)")
+    examples = [e for _, e in Source((str(path),), ("source", "features", "target")).read(LineCounter())]
+    assert examples == [Example("Abmachung", "Abmachungen", "N;ACC(PL)"), Example("Leer", "Leere", "")]
+    examples = [e for _, e in Source((str(path),), ("target", "features", "source")).read(LineCounter())]
+    assert examples[0] == Example("Abmachungen", "Abmachung", "N;ACC(PL)")
     path.write_text("alone\n")
     assert [e for _, e in Source((str(path),), ("source",)).read(LineCounter())] == [Example("alone")]
 
 
-@pytest.mark.parametrize(("line", "reason"), [(line, e) for line, e in [*DIRT, LONG] if isinstance(e, str)])
-def test_strict_stops_at_the_first_bad_line(line: bytes, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "reason"), [(line, e) for line, e in [*DIRTY_LINES, LONG_LINE] if isinstance(e, str)])
+def test_strict_reading_stops_at_the_first_invalid_line(line: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "f.tsv"
     path.write_bytes(b"a\tb\n" + line + b"\nc\td\n")
     with pytest.raises(UserError, match=reason) as error:

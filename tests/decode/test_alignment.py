@@ -24,9 +24,9 @@ def test_alignment_has_a_source_distribution_for_every_output_token(name: str) -
     run = run_of(name, 2)
     texts = sources(1, 9)
     rows = list(generate(run, texts, Options(beam=3, nbest=2, alignment=True, max_length=10)))
-    plain = list(generate(run, texts, Options(beam=3, nbest=2, max_length=10)))
-    for text, row, without in zip(texts, rows, plain, strict=True):
-        assert [h.ids for h in row] == [h.ids for h in without]
+    rows_without = list(generate(run, texts, Options(beam=3, nbest=2, max_length=10)))
+    for text, row, row_without in zip(texts, rows, rows_without, strict=True):
+        assert [h.ids for h in row] == [h.ids for h in row_without]
         for h in row:
             assert h.alignment is not None and h.alignment.source == (*text, "<eos>")
             assert h.alignment.soft.shape == (len(h.ids) - 1, len(text) + 1)
@@ -41,9 +41,9 @@ def test_alignment_does_not_depend_on_the_batch(name: str) -> None:
     run = run_of(name, 2)
     texts = sources(3, 5)
     options = Options(alignment=True, max_length=10)
-    for text, (together,) in zip(texts, generate(run, texts, options), strict=True):
-        (alone,) = next(generate(run, [text], options))
-        assert alone.alignment.soft == pytest.approx(together.alignment.soft, abs=1e-5)
+    for text, (batched,) in zip(texts, generate(run, texts, options), strict=True):
+        (single,) = next(generate(run, [text], options))
+        assert single.alignment.soft == pytest.approx(batched.alignment.soft, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["rnn-luong", "rnn-bahdanau"])

@@ -40,14 +40,14 @@ def test_outputs_do_not_depend_on_batch_and_order(
 ) -> None:
     run = run_of(name, seed)
     options = STRATEGIES[strategy]
-    together = decode(run, texts, **options)
+    batched = decode(run, texts, **options)
     order = list(range(len(texts)))
     rng.shuffle(order)
     shuffled = decode(run, [texts[i] for i in order], **options)
     for i, text in enumerate(texts):
-        (alone,) = decode(run, [text], **options)
-        assert same(alone, together[i])
-        assert same(alone, shuffled[order.index(i)])
+        (single,) = decode(run, [text], **options)
+        assert same(single, batched[i])
+        assert same(single, shuffled[order.index(i)])
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "beam", "sample"])
@@ -71,7 +71,7 @@ def test_constraints_of_one_request_do_not_affect_others(name: str) -> None:
     options = Options(beam=3, nbest=3, max_length=16)
     constraints = [{}, {"prefix": "fa"}, {"require": ("bad",)}, {"forbid": ("a",)}, {"require": ("c", "ee")}, {}]
     requests = [Request(text, **constraint) for text, constraint in zip(texts, constraints, strict=True)]
-    together = list(generate(run, requests, options))
-    for request, row in zip(requests, together, strict=True):
+    batched = list(generate(run, requests, options))
+    for request, row in zip(requests, batched, strict=True):
         assert same(next(generate(run, [request], options)), row)
-    assert together[1][0].text.startswith("fa") and "bad" in together[2][0].text and "a" not in together[3][0].text
+    assert batched[1][0].text.startswith("fa") and "bad" in batched[2][0].text and "a" not in batched[3][0].text

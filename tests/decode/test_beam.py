@@ -36,7 +36,7 @@ def run_beam(
         return BeamSearch(scorer, inputs, make_rules(scorer, inputs, Options(), one_path=False), options).run()
 
 
-def exhaustive(
+def enumerate_outputs(
     scorer: Scorer, item: SearchInput, usable: list[int], penalty: float
 ) -> list[tuple[float, tuple[int, ...]]]:
     """All outputs up to the length limit as (value, ids), best first."""
@@ -114,10 +114,10 @@ def test_full_width_beam_equals_exhaustive_search(
     name: str, seed: int, text: str, penalty: float, exact: bool, keep: int
 ) -> None:
     scorer, (item,) = inputs_of(run_of(name, seed, "char", "ab"), [text], max_length=4)
-    truth = exhaustive(scorer, item, [4, 5], penalty)
-    (outputs,) = run_beam(scorer, [item], width=len(truth), keep=keep, length_penalty=penalty, exact=exact)
-    assert [output.value for output in outputs] == pytest.approx([value for value, _ in truth[:keep]], abs=1e-5)
-    assert outputs[0].ids == truth[0][1] or truth[0][0] - truth[1][0] < 1e-5
+    expected = enumerate_outputs(scorer, item, [4, 5], penalty)
+    (outputs,) = run_beam(scorer, [item], width=len(expected), keep=keep, length_penalty=penalty, exact=exact)
+    assert [output.value for output in outputs] == pytest.approx([value for value, _ in expected[:keep]], abs=1e-5)
+    assert outputs[0].ids == expected[0][1] or expected[0][0] - expected[1][0] < 1e-5
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -41,11 +41,11 @@ def test_texts_within_the_position_limit_are_classified_and_longer_ones_flagged(
 def test_classifications_do_not_depend_on_the_batch_and_keep_the_input_order() -> None:
     run = classifier({"position": "rotary"})
     texts = sources(1, 20)
-    together = classify(run, texts, batch_tokens=40)
-    for text, answer in zip(texts, together, strict=True):
-        (alone,) = classify(run, [text])
-        assert alone.label == answer.label and alone.probabilities == pytest.approx(answer.probabilities, abs=1e-5)
-    assert classify_ids(run, run.codec.encode_source([Example(text) for text in texts]), 40) == together
+    batched = classify(run, texts, batch_tokens=40)
+    for text, answer in zip(texts, batched, strict=True):
+        (single,) = classify(run, [text])
+        assert single.label == answer.label and single.probabilities == pytest.approx(answer.probabilities, abs=1e-5)
+    assert classify_ids(run, run.codec.encode_source([Example(text) for text in texts]), 40) == batched
     (flagged,) = classify(run, ["abcdef"], max_source=4)
     assert "4 (max_source)" in flagged.flags["too_long"]
 

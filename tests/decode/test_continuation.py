@@ -35,8 +35,8 @@ def test_scores_equal_forced_scores_in_any_batch(
 ) -> None:
     run = language_model(position, seed, frame, memory if position in ("rotary", "alibi", "relative") else 0)
     options = Options.of(max_length=9, **STRATEGIES[strategy])
-    together = list(generate(run, texts, options))
-    for text, row in zip(texts, together, strict=True):
+    batched = list(generate(run, texts, options))
+    for text, row in zip(texts, batched, strict=True):
         assert same(next(generate(run, [text], options)), row)
         for h in row:
             (forced,) = score(run, [(text, h.text)])
@@ -96,12 +96,12 @@ def test_prompt_and_continuation_share_the_learned_positions() -> None:
     (full,) = next(generate(run, ["abc" * 12], Options(min_length=3)))
     assert len(full.ids) == 3 and "limit of 3 tokens" in full.flags["max_length"]
     assert "too_long" in next(generate(run, ["a" * 39]))[0].flags
-    (none,), (some,) = generate(run, ["abc" * 12, "abc"], Options(min_length=4))
-    assert "learned positions" in none.flags["unsatisfied"] and len(some.ids) >= 4
+    (unsatisfied,), (satisfied,) = generate(run, ["abc" * 12, "abc"], Options(min_length=4))
+    assert "learned positions" in unsatisfied.flags["unsatisfied"] and len(satisfied.ids) >= 4
     with pytest.raises(UserError, match=r"min_length.*learned positions for 39"):
         list(generate(run, ["abc"], Options(min_length=40)))
-    none, some = score(run, [("abc" * 12, "abcd"), ("abc" * 12, "abc")])
-    assert "the text has 41 tokens, more than the 40" in none.flags["too_long"] and some.score < 0
+    unsatisfied, satisfied = score(run, [("abc" * 12, "abcd"), ("abc" * 12, "abc")])
+    assert "the text has 41 tokens, more than the 40" in unsatisfied.flags["too_long"] and satisfied.score < 0
     (unbounded,) = next(generate(language_model("rotary", 0), ["a"], Options(forbid=tuple("abcdef"), min_length=0)))
     assert unbounded.ids == (3,)
 

@@ -50,7 +50,7 @@ def assert_same(ours: list[list[Hypothesis]], theirs: list[list[Hypothesis]]) ->
         assert sum(b.token_scores) == pytest.approx(b.score)
 
 
-def both(run: Run, inputs: list[Any], **options: Any) -> list[list[Hypothesis]]:
+def decode_with_both(run: Run, inputs: list[Any], **options: Any) -> list[list[Hypothesis]]:
     """Decode with both engines, assert that the outputs are equal, and return them."""
     settings = Options.of(**options)
     ours = TorchEngine(run, settings)(inputs)
@@ -63,7 +63,7 @@ def both(run: Run, inputs: list[Any], **options: Any) -> list[list[Hypothesis]]:
 def test_greedy_outputs_are_equal(name):
     rows = []
     for seed in range(4):
-        rows += both(random_run(STACKS[name], end=2.0, seed=seed), ["", *words(20), " ", "zz", "ab" * 30])
+        rows += decode_with_both(random_run(STACKS[name], end=2.0, seed=seed), ["", *words(20), " ", "zz", "ab" * 30])
     assert [i for i, row in enumerate(rows) if "empty" in row[0].flags] == [
         x + 24 * n for n in range(4) for x in (0, 21)
     ]
@@ -111,12 +111,12 @@ def test_beam_outputs_are_mostly_equal(name, seed, beam, penalty):
     ids=str,
 )
 def test_steering_options_have_the_same_effect(options, run):
-    both(run, words(30), **options)
+    decode_with_both(run, words(30), **options)
 
 
 def test_requests_may_have_different_prefixes(run):
     inputs = [Request(word, prefix=word[:count]) for count, word in enumerate(words(12, longest=4))]
-    rows = both(run, [*inputs, Request("abc", prefix="zz"), Request("abc", prefix="a" * 200)])
+    rows = decode_with_both(run, [*inputs, Request("abc", prefix="zz"), Request("abc", prefix="a" * 200)])
     assert "unsatisfied" in rows[-1][0].flags and "unsatisfied" in rows[-2][0].flags
 
 
@@ -127,7 +127,7 @@ def test_the_token_after_a_prefix_does_not_change_its_last_character():
     with torch.no_grad():
         run.model.output.bias[joining] += 2.0
     assert {row[0].text[0] for row in CTranslate2Engine(run, Options(max_length=3))(words(20))} & {"\u0301", "\u0308"}
-    rows = both(run, words(20), prefix="aea", max_length=7)
+    rows = decode_with_both(run, words(20), prefix="aea", max_length=7)
     assert all(row[0].text.startswith("aea") for row in rows)
 
 
@@ -135,23 +135,23 @@ def test_special_tokens_are_never_produced():
     run = random_run(STACKS["rotary"], spare=2, end=3.0, special=4.0)
     with torch.no_grad():
         run.model.output.bias[-2:] = 4.0
-    rows = both(run, words(30))
+    rows = decode_with_both(run, words(30))
     assert {i for row in rows for i in row[0].ids} <= {3, *range(4, run.codec.target.size)}
-    rows_with_unknown = both(run, words(30), unknown=True)
+    rows_with_unknown = decode_with_both(run, words(30), unknown=True)
     assert any(1 in row[0].ids for row in rows_with_unknown)
 
 
 def test_text_that_looks_like_a_special_token_is_ordinary_text():
     codec = Codec(tokenizer("space", ["< eos >", "< pad >", "a", "<", "eos", "pad", ">"]), tokenizer())
     run = random_run(STACKS["rotary"], codec=codec, end=3.0)
-    rows = both(run, ["a < eos > a", "a a", "< pad >", "<eos>", "< feature N >"])
+    rows = decode_with_both(run, ["a < eos > a", "a a", "< pad >", "<eos>", "< feature N >"])
     assert rows[0][0].ids != rows[1][0].ids
 
 
 def test_features_change_the_outputs():
     codec = Codec(tokenizer(), tokenizer(), features=("N", "PL", "a"), columns=("source", "features", "target"))
     run = random_run(STACKS["rotary"], codec=codec, end=-1.0)
-    rows = both(run, [Example("abc", None, names) for names in ("N", "PL", "N;PL", "a", "unheard", None)])
+    rows = decode_with_both(run, [Example("abc", None, names) for names in ("N", "PL", "N;PL", "a", "unheard", None)])
     assert len({row[0].ids for row in rows}) > 2
 
 
@@ -168,7 +168,7 @@ def test_outputs_do_not_depend_on_the_batch(run):
 
 def test_learned_positions_limit_the_output():
     run = random_run({"position": "learned", "max_length": 10}, end=-5.0)
-    rows = both(run, ["abcdefgha", "abcdefghab", "a"])
+    rows = decode_with_both(run, ["abcdefgha", "abcdefghab", "a"])
     assert "too_long" in rows[1][0].flags and len(rows[0][0].ids) == 10
 
 
@@ -215,9 +215,9 @@ def test_sampling_follows_seed_temperature_and_truncation(run):
     assert [row[:1] for row in draw(temperature=0.001)] == ids_of(TorchEngine(run, Options(max_length=6))(texts))
     assert draw(top_k=1) == draw(top_p=1e-6) == ids_of(TorchEngine(run, Options(max_length=6))(texts))
     assert draw(top_k=10**6, seed=7) == draw(seed=7)
-    many = CTranslate2Engine(run, Options(sample=True, nbest=300, max_length=1))(["abc"])[0]
-    assert len(many) == 300 and len({h.ids for h in many}) > 3
-    assert all(3 in h.ids and not {0, 1, 2} & set(h.ids) for h in many)
+    samples = CTranslate2Engine(run, Options(sample=True, nbest=300, max_length=1))(["abc"])[0]
+    assert len(samples) == 300 and len({h.ids for h in samples}) > 3
+    assert all(3 in h.ids and not {0, 1, 2} & set(h.ids) for h in samples)
     with pytest.raises(UserError, match="workers"):
         CTranslate2Engine(run, Options(sample=True), workers=2)
 

@@ -24,12 +24,12 @@ def test_grouping_of_prepared_inputs_does_not_change_outputs() -> None:
     texts = ["", *sources(1, 9), "a" * 3000]
     with TorchEngine(run_of("transformer-tiny", 2), Options(beam=3, nbest=2, max_length=9)) as engine:
         inputs = engine.prepare(texts)
-        together = engine.decode(inputs)
-        apart = [*engine.decode(inputs[:4]), *engine.decode(inputs[4:5]), *engine.decode(inputs[5:])]
-        assert all(map(same, together, apart)) and all(map(same, together, engine(texts)))
+        batched = engine.decode(inputs)
+        in_parts = [*engine.decode(inputs[:4]), *engine.decode(inputs[4:5]), *engine.decode(inputs[5:])]
+        assert all(map(same, batched, in_parts)) and all(map(same, batched, engine(texts)))
         assert engine.decode([]) == []
     assert list(inputs[0].flags) == ["empty"] and list(inputs[-1].flags) == ["too_long"]
-    assert [row[0].flags.keys() for row in (together[0], together[-1])] == [{"empty"}, {"too_long"}]
+    assert [row[0].flags.keys() for row in (batched[0], batched[-1])] == [{"empty"}, {"too_long"}]
 
 
 def test_flagged_inputs_keep_their_token_ids() -> None:

@@ -46,9 +46,9 @@ def test_good_outputs_have_no_flags() -> None:
 
 def test_concentrated_and_uniform_attention_are_flagged() -> None:
     source = tuple("abcdefg")
-    parked = np.full((8, 7), 0.01)
-    parked[:, 6] = 0.94
-    assert "on source token 6 ('g')" in attention_flags(Alignment(parked, source, ()))["attention"]
+    concentrated = np.full((8, 7), 0.01)
+    concentrated[:, 6] = 0.94
+    assert "on source token 6 ('g')" in attention_flags(Alignment(concentrated, source, ()))["attention"]
     assert "evenly" in attention_flags(Alignment(np.full((8, 7), 1 / 7), source, ()))["attention"]
     assert attention_flags(Alignment(np.eye(7), source, ())) == {}
     assert attention_flags(Alignment(np.zeros((0, 7)), source, ())) == {}

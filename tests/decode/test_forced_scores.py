@@ -66,12 +66,12 @@ def test_probabilities_of_all_short_outputs_sum_to_at_most_one(name: str) -> Non
 def test_forced_scores_do_not_depend_on_the_batch() -> None:
     run = run_of("transformer-tiny", 3)
     pairs = list(zip(sources(1, 9), sources(2, 9), strict=True))
-    together = list(score(run, pairs))
-    small = list(score(run, pairs, Options(batch_tokens=1)))
-    for pair, a, b in zip(pairs, together, small, strict=True):
-        (alone,) = score(run, [Example(*pair)])
-        assert alone.token_scores == pytest.approx(a.token_scores, abs=1e-5)
-        assert alone.token_scores == pytest.approx(b.token_scores, abs=1e-5)
+    batched = list(score(run, pairs))
+    small_batches = list(score(run, pairs, Options(batch_tokens=1)))
+    for pair, a, b in zip(pairs, batched, small_batches, strict=True):
+        (single,) = score(run, [Example(*pair)])
+        assert single.token_scores == pytest.approx(a.token_scores, abs=1e-5)
+        assert single.token_scores == pytest.approx(b.token_scores, abs=1e-5)
 
 
 def test_forced_scores_are_log_probabilities_of_the_model() -> None:

@@ -108,8 +108,8 @@ def test_learned_positions_limit_source_and_target() -> None:
     assert len(fits.ids) == 9 and "9 tokens, more than the 8 that fit" in too_long.flags["too_long"]
     pairs = [("abcdabcd", "abcdabcd"), ("abcdabcda", "abc"), ("abc", "abcdabcda"), ("abc", "fed")]
     scored = list(score(run, pairs))
-    (alone,) = score(run, pairs[-1:])
-    assert [bool(item.flags) for item in scored] == [False, True, True, False] and scored[3].score == alone.score
+    (single,) = score(run, pairs[-1:])
+    assert [bool(item.flags) for item in scored] == [False, True, True, False] and scored[3].score == single.score
     assert math.isnan(scored[1].score) and scored[1].as_dict()["score"] is None
     for item, side in zip(scored[1:3], ("source", "target"), strict=True):
         assert f"the {side} has 9 tokens, more than the 8 that fit" in item.as_dict()["flags"]["too_long"]
@@ -138,8 +138,8 @@ def test_special_tokens_are_never_produced() -> None:
     for strategy in ({}, {"beam": 3}, {"sample": True}):
         for h, *_ in generate(run, sources(1, 5), Options.of(max_length=6, **strategy)):
             assert not {0, 1, 2, codec.target.size, codec.target.size + 1} & set(h.ids)
-    produced = {i for row in generate(run, sources(1, 5), Options(max_length=6, unknown=True)) for i in row[0].ids}
-    assert 1 in produced
+    produced_ids = {i for row in generate(run, sources(1, 5), Options(max_length=6, unknown=True)) for i in row[0].ids}
+    assert 1 in produced_ids
 
 
 def test_nan_weights_are_an_error() -> None:

@@ -93,11 +93,11 @@ def test_mask_in_text_replaces_one_token_and_filling_restores_the_text(
 def test_filling_does_not_depend_on_the_batch() -> None:
     run = encoder("word")
     texts = ["the <mask> sat", "a <mask>", "<mask> <mask> <mask> on a mat.", "", "no", "the cat <mask> on the mat."]
-    together = MaskFiller(run, Options(batch_tokens=16))(texts)
-    for text, (ours,) in zip(texts, together, strict=True):
-        ((alone,),) = MaskFiller(run)([text])
-        assert (alone.text, alone.ids, alone.flags) == (ours.text, ours.ids, ours.flags)
-        assert alone.token_scores == pytest.approx(ours.token_scores, abs=1e-5)
+    batched = MaskFiller(run, Options(batch_tokens=16))(texts)
+    for text, (ours,) in zip(texts, batched, strict=True):
+        ((single,),) = MaskFiller(run)([text])
+        assert (single.text, single.ids, single.flags) == (ours.text, ours.ids, ours.flags)
+        assert single.token_scores == pytest.approx(ours.token_scores, abs=1e-5)
 
 
 def test_texts_that_cannot_be_filled_are_flagged() -> None:

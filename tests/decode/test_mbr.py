@@ -39,8 +39,8 @@ def test_candidates_are_ordered_by_expected_utility(settings: dict[str, object])
 def test_best_output_lists_all_candidates() -> None:
     run = run_of("rnn-luong", 2)
     options = {"mbr": 6, "utility": "edit", "max_length": 9}
-    few, all_ = (list(generate(run, sources(2, 4), Options.of(nbest=n, **options))) for n in (1, 6))
-    for (best,), candidates in zip(few, all_, strict=True):
+    best_only, all_ = (list(generate(run, sources(2, 4), Options.of(nbest=n, **options))) for n in (1, 6))
+    for (best,), candidates in zip(best_only, all_, strict=True):
         assert [(h.text, h.utility, h.score) for h in best.candidates] == [
             (h.text, h.utility, h.score) for h in candidates
         ]

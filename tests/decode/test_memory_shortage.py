@@ -17,8 +17,8 @@ from regard.decode.request import Options
 from regard.model import Model
 from regard.run import Run
 
-UNFIT = "abcdefabcdefabcd"
-TEXTS = [*sources(1, 9), UNFIT, *sources(2, 9)]
+TOO_LARGE = "abcdefabcdefabcd"
+TEXTS = [*sources(1, 9), TOO_LARGE, *sources(2, 9)]
 
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> list[int]:
@@ -54,12 +54,12 @@ def test_generate_splits_batches_that_do_not_fit(
     monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
     engine = TorchEngine(run_of("transformer-tiny", 3), options)
     expected = engine(TEXTS)
-    failures = limit_memory(monkeypatch, rows=4, tokens=len(UNFIT))
+    failures = limit_memory(monkeypatch, rows=4, tokens=len(TOO_LARGE))
     with WorkerPool(engine, workers, always=True) if workers > 1 else engine as ours:
         answers = ours(TEXTS)
     assert failures
     for text, answer, reference in zip(TEXTS, answers, expected, strict=True):
-        if text == UNFIT:
+        if text == TOO_LARGE:
             assert [h.text for h in answer] == [""] and "17 tokens, even on its own" in answer[0].flags["out_of_memory"]
         else:
             assert same(answer, reference) and [h.flags for h in answer] == [h.flags for h in reference]
@@ -69,9 +69,9 @@ def test_score_splits_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -
     run = run_of("transformer-tiny", 3)
     pairs = [(text, text[::-1]) for text in TEXTS]
     expected = list(score(run, pairs))
-    assert limit_memory(monkeypatch, rows=4, tokens=len(UNFIT)) == []
+    assert limit_memory(monkeypatch, rows=4, tokens=len(TOO_LARGE)) == []
     for (text, _), ours, reference in zip(pairs, score(run, pairs), expected, strict=True):
-        if text == UNFIT:
+        if text == TOO_LARGE:
             assert "34 tokens" in ours.flags["out_of_memory"] and ours.as_dict()["score"] is None
         else:
             assert ours.score == pytest.approx(reference.score, abs=1e-5) and not ours.flags
@@ -80,9 +80,9 @@ def test_score_splits_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -
 def test_classify_splits_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     run: Run = classifier({"position": "rotary"})
     expected = classify(run, TEXTS)
-    failures = limit_memory(monkeypatch, rows=4, tokens=len(UNFIT) + 1)
+    failures = limit_memory(monkeypatch, rows=4, tokens=len(TOO_LARGE) + 1)
     for text, ours, reference in zip(TEXTS, classify(run, TEXTS), expected, strict=True):
-        if text == UNFIT:
+        if text == TOO_LARGE:
             assert "18 tokens" in ours.flags["out_of_memory"] and not ours.label
         else:
             assert ours.label == reference.label and ours.probabilities == pytest.approx(

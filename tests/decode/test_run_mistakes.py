@@ -17,12 +17,12 @@ from regard.errors import UserError
 from regard.run import Run, average, weights_of
 from regard.text.codec import Codec, Example
 
-NEEDED = "features: is required, since the run was trained with features"
-REFUSED = "features: not for this run, which was trained without features"
+FEATURES_REQUIRED = "features: is required, since the run was trained with features"
+FEATURES_REFUSED = "features: not for this run, which was trained without features"
 
 
 @pytest.fixture(scope="module")
-def inflected() -> LoadedRun:
+def run_with_features() -> LoadedRun:
     """A run with features and random weights."""
     codec = Codec(tokenizer("char"), tokenizer("char"), ("N", "PL"), ("source", "features", "target"))
     model = blank("transformer-tiny", 1, codec)
@@ -33,10 +33,13 @@ def as_loaded(run: Run) -> LoadedRun:
     return LoadedRun(run.config, run.codec, run.model, run.path, run.labels)
 
 
-def test_missing_and_superfluous_features_are_flagged(inflected: LoadedRun) -> None:
+def test_missing_and_superfluous_features_are_flagged(run_with_features: LoadedRun) -> None:
     plain = as_loaded(run_of("transformer-tiny"))
-    for run, wrong, reason in ((inflected, Example("ab"), NEEDED), (plain, Example("ab", None, "N"), REFUSED)):
-        right = Example("ab", None, "N;PL" if run is inflected else None)
+    for run, wrong, reason in (
+        (run_with_features, Example("ab"), FEATURES_REQUIRED),
+        (plain, Example("ab", None, "N"), FEATURES_REFUSED),
+    ):
+        right = Example("ab", None, "N;PL" if run is run_with_features else None)
         bad, good, empty = (row[0] for row in run.generate([wrong, right, wrong._replace(source="")], max_length=5))
         assert list(empty.flags) == ["empty"]
         assert (bad.text, bad.ids, bad.flags) == ("", (), {"error": reason}) and "error" not in good.flags
@@ -47,25 +50,27 @@ def test_missing_and_superfluous_features_are_flagged(inflected: LoadedRun) -> N
             run.stream(wrong)
         with pytest.raises(UserError, match=reason):
             run.attention(wrong)
-        with pytest.raises(UserError, match=rf"data\[0\]: {NEEDED}" if run is inflected else "features"):
-            columns = ("source", "target") if run is inflected else ("source", "features", "target")
+        with pytest.raises(
+            UserError, match=rf"data\[0\]: {FEATURES_REQUIRED}" if run is run_with_features else "features"
+        ):
+            columns = ("source", "target") if run is run_with_features else ("source", "features", "target")
             run.evaluate(
-                [("ab", "N", "ba")[: 3 if run is plain else 1] + ("ba",) * (run is inflected)], columns=columns
+                [("ab", "N", "ba")[: 3 if run is plain else 1] + ("ba",) * (run is run_with_features)], columns=columns
             )
     classifier = family("classes")
     (flagged,) = classify(classifier, [Example("ab", None, "N")])
-    assert flagged.flags == {"error": REFUSED} and flagged.as_dict()["label"] is None
+    assert flagged.flags == {"error": FEATURES_REFUSED} and flagged.as_dict()["label"] is None
 
 
-def test_unknown_tokens_and_features_are_flagged(inflected: LoadedRun) -> None:
+def test_unknown_tokens_and_features_are_flagged(run_with_features: LoadedRun) -> None:
     example = Example("aßb", None, "N;DU")
     reason = "not in the vocabulary: 'ß' (U+00DF), 'DU'"
-    ((best,),) = inflected.generate([example], max_length=4)
+    ((best,),) = run_with_features.generate([example], max_length=4)
     assert best.flags["unknown"] == reason and best.ids
-    (scored,) = inflected.score([example._replace(target="bq")])
+    (scored,) = run_with_features.score([example._replace(target="bq")])
     assert scored.flags == {"unknown": f"{reason}, 'q'"} and scored.score < 0
     with pytest.warns(UserWarning, match="attention: not in the vocabulary") as warnings_:
-        inflected.attention(example, "b")
+        run_with_features.attention(example, "b")
     assert warnings_[0].filename == __file__
     (answer,) = classify(family("classes"), ["aß"])
     assert answer.flags and answer.label and answer.as_dict()["label"] == answer.label

@@ -16,12 +16,12 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 
 @given(lengths, st.integers(1, 200))
-def test_parts_of_similar_lengths_are_ordered_complete_and_large_enough(counts: list[int], enough: int) -> None:
+def test_parts_of_similar_lengths_are_ordered_complete_and_large_enough(counts: list[int], min_size: int) -> None:
     sources = [[4] * count for count in counts]
-    parts = list(similar_lengths(sources, enough))
+    parts = list(similar_lengths(sources, min_size))
     assert [source for part in parts for source in part] == sources
     for part in parts[:-1]:
-        assert len(part) * max(map(len, part)) >= enough
+        assert len(part) * max(map(len, part)) >= min_size
     in_order = sorted(sources, key=len, reverse=True)
     for part in similar_lengths(in_order, 0):
         assert len(part[-1]) * 4 >= len(part[0]) * 3
@@ -30,17 +30,17 @@ def test_parts_of_similar_lengths_are_ordered_complete_and_large_enough(counts: 
 @pytest.mark.parametrize("name", NAMES)
 def test_encoding_in_parts_equals_encoding_in_one_batch(name: str) -> None:
     model = run_of(name, 1).model
-    draws = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     counts = [20] * 30 + [11] * 40 + [12, 9] * 20 + [2] * 7
-    sources = [[*torch.randint(4, 10, (count,), generator=draws).tolist(), 3] for count in counts]
+    sources = [[*torch.randint(4, 10, (count,), generator=generator).tolist(), 3] for count in counts]
     assert len(list(similar_lengths(sources))) == 3
     scorer = Scorer([model])
     inputs = [SearchInput((source,), 5) for source in sources]
     with torch.inference_mode():
         (tokens,), states = scorer.start(inputs)
         others: States = (model.encode(*pad(sources, 0)),)
-        everyone = torch.arange(len(inputs))
-        for rows, stay in ((everyone, None), (everyone[1:], everyone[1:])):
+        all_rows = torch.arange(len(inputs))
+        for rows, stay in ((all_rows, None), (all_rows[1:], all_rows[1:])):
             states = select(states, rows, stay)
             others = select(others, rows, stay)
             tokens = tokens[rows]

@@ -34,7 +34,7 @@ def upper(lines: Iterable[Line]) -> tuple[dict[str, Any], str]:
     return {"read": len(rows)}, "".join(f"{line.number} {line.text.upper()} {line.problem}\n" for line in rows)
 
 
-def expected(file: Path) -> bytes:
+def expected_output(file: Path) -> bytes:
     return upper(read_lines(str(file)))[1].encode()
 
 
@@ -50,7 +50,7 @@ def test_joined_shards_contain_the_answers_of_all_lines_in_order(
     with ShardDirectory.begin(tmp_path / "out", str(file), draw.randint(1, 9), {}) as directory:
         directory.work(upper)
         counts = directory.join()
-    assert (tmp_path / "out").read_bytes() == expected(file)
+    assert (tmp_path / "out").read_bytes() == expected_output(file)
     assert sum(each["read"] for each in counts) == len(list(read_lines(str(file))))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
 
@@ -83,7 +83,7 @@ def test_ranks_answer_each_shard_once(tmp_path: Path, ranks: int) -> None:
         first = (ranks - 1) * 4 + 1
         assert first_lines[0] == first
         directory.join()
-    assert (tmp_path / "out").read_bytes() == expected(file)
+    assert (tmp_path / "out").read_bytes() == expected_output(file)
 
 
 def test_only_the_first_rank_waits_for_claimed_shards(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_only_the_first_rank_waits_for_claimed_shards(tmp_path: Path) -> None:
             assert [shard.number for shard in directory.missing()] == [0]
         directory.work(upper, 0, 2)
         directory.join()
-    assert (tmp_path / "out").read_bytes() == expected(file)
+    assert (tmp_path / "out").read_bytes() == expected_output(file)
 
 
 def test_rank_that_starts_after_the_join_changes_nothing(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_rank_that_starts_after_the_join_changes_nothing(tmp_path: Path) -> None
         directory.work(upper)
         directory.join()
         late.work(upper, 1, 2)
-    assert (tmp_path / "out").read_bytes() == expected(file)
+    assert (tmp_path / "out").read_bytes() == expected_output(file)
 
 
 SCRIPT = """
@@ -146,8 +146,8 @@ def test_a_command_killed_at_random_times_writes_the_same_output(tmp_path: Path)
         if process.wait() == 0:
             break
         kills += 1
-        assert not out.exists() or out.read_bytes() == expected(file)
-    assert kills and out.read_bytes() == expected(file)
+        assert not out.exists() or out.read_bytes() == expected_output(file)
+    assert kills and out.read_bytes() == expected_output(file)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
 
 
@@ -208,11 +208,11 @@ def test_command_killed_at_any_step_of_the_join_continues(tmp_path: Path, monkey
             changes = kill_before(step, context)
             directory.join()
             killed = False
-        assert not out.exists() or out.read_bytes() == expected(file)
+        assert not out.exists() or out.read_bytes() == expected_output(file)
         with ShardDirectory.begin(out, str(file), 3, {"beam": 1}) as directory:
             directory.work(upper)
             directory.join()
-        assert out.read_bytes() == expected(file)
+        assert out.read_bytes() == expected_output(file)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
     # Rename output and directory, unlink four shards, command and lock, and remove the directory.
     assert not killed and changes[:2] == ["replace", "rename"] and changes[2:] == ["unlink"] * 6 + ["rmdir"]
@@ -229,7 +229,7 @@ def test_incomplete_removal_by_an_earlier_version_is_tolerated(tmp_path: Path) -
     with ShardDirectory.begin(tmp_path / "out", str(file), 3, {"beam": 1}) as directory:
         directory.work(upper)
         directory.join()
-    assert (tmp_path / "out").read_bytes() == expected(file)
+    assert (tmp_path / "out").read_bytes() == expected_output(file)
 
 
 def test_rank_that_starts_during_removal_adds_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_rank_that_starts_during_removal_adds_no_files(tmp_path: Path, monkeypat
 
         monkeypatch.setattr(os, "unlink", unlink_after_late_rank)
         directory.join()
-    assert removals and (tmp_path / "out").read_bytes() == expected(file)
+    assert removals and (tmp_path / "out").read_bytes() == expected_output(file)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
 
 
@@ -280,7 +280,7 @@ def test_the_state_of_a_command_without_shards_is_replaced(tmp_path: Path) -> No
     with ShardDirectory.begin(tmp_path / "out", str(file), 2, {"beam": 1}) as directory:
         directory.work(upper)
         directory.join()
-    assert (tmp_path / "out").read_bytes() == expected(file)
+    assert (tmp_path / "out").read_bytes() == expected_output(file)
 
 
 def test_a_directory_with_foreign_files_is_not_touched(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def contains(phrase: str, text: str, scheme: str) -> bool:
     return f" {phrase} " in f" {text} " if scheme == "space" else phrase in text
 
 
-def case(rng: random.Random, scheme: str) -> tuple[Request, dict[str, object]]:
+def random_case(rng: random.Random, scheme: str) -> tuple[Request, dict[str, object]]:
     letters = ALPHABETS.get(scheme, LETTERS)
 
     def phrase(longest: int) -> str:
@@ -73,7 +73,7 @@ def test_random_constraints_are_satisfied(name: str, scheme: str) -> None:
     rng = random.Random(f"{name} {scheme}")
     outcomes: Counter[str] = Counter()
     for _ in range(84):
-        request, options = case(rng, scheme)
+        request, options = random_case(rng, scheme)
         run = run_of(name, rng.randrange(4), scheme, ALPHABETS.get(scheme, LETTERS))
         (row,) = generate(run, [request], Options.of(**options))
         reason = row[0].flags.get("unsatisfied", "")
@@ -114,11 +114,11 @@ def test_wide_beam_finds_the_best_output_under_constraints(
     run = run_of(name, seed, "char", "ab")
     texts = ["".join(letters) for length in range(6) for letters in product("ab", repeat=length)]
     texts = [t for t in texts if all(w in t for w in required) and not any(w in t for w in forbidden)]
-    truth = max(s.score / len(s.tokens) for s in score(run, [(source, text) for text in texts]))
+    best_value = max(s.score / len(s.tokens) for s in score(run, [(source, text) for text in texts]))
     options = Options(beam=100, max_length=5, require=tuple(required), forbid=tuple(forbidden))
     (hypothesis,) = next(generate(run, [source], options))
     assert hypothesis.text in texts
-    assert hypothesis.normalized == pytest.approx(truth, abs=1e-5)
+    assert hypothesis.normalized == pytest.approx(best_value, abs=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -188,17 +188,17 @@ def test_full_width_beam_equals_enumeration(name: str, seed: int, source: str, c
     run = language_model("rotary", seed, letters="ab") if name == "language model" else run_of(name, seed, "char", "ab")
     source = source.translate(str.maketrans("cdef", "abab")) if name == "language model" else source
     options = Options.of(beam=150, exact=True, max_length=5, **constraints)
-    truth = every_output(run, source, 5, options)
+    expected = every_output(run, source, 5, options)
     try:
         (hypothesis,) = next(generate(run, [source], options))
     except UserError as error:  # the constraints contradict each other or a stop string
-        assert not truth or "a part of one begins the other" in str(error)
+        assert not expected or "a part of one begins the other" in str(error)
         return
-    if not truth:
+    if not expected:
         assert "unsatisfied" in hypothesis.flags
         return
-    best = max(value for row in truth.values() for value, _ in row)
-    value, total = max(truth[hypothesis.text])
+    best = max(value for row in expected.values() for value, _ in row)
+    value, total = max(expected[hypothesis.text])
     assert value == pytest.approx(best, abs=1e-5)
     assert hypothesis.score == pytest.approx(total, abs=1e-5) == sum(hypothesis.token_scores)
     assert ("stopped" in hypothesis.flags) == (hypothesis.ids[-1:] != (3,) and "max_length" not in hypothesis.flags)

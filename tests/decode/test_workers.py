@@ -43,7 +43,7 @@ def test_two_processes_give_the_same_outputs_in_order(
     monkeypatch.setattr("regard.decode.engine.can_fork", lambda: fork)
     decoder = TorchEngine(saved_run, Options(beam=3, nbest=2, max_length=8, batch_tokens=60, alignment=True))
     inputs = [*sources(1, 30), "", "a" * 3000, *sources(2, 10)]
-    alone = decoder(inputs)
+    expected = decoder(inputs)
     requests = []
     ask = Child.ask
 
@@ -53,11 +53,11 @@ def test_two_processes_give_the_same_outputs_in_order(
 
     monkeypatch.setattr(Child, "ask", note)
     with WorkerPool(decoder, 2, always=True) as pool:
-        assert as_dicts(pool(inputs)) == as_dicts(alone)
+        assert as_dicts(pool(inputs)) == as_dicts(expected)
         (child,) = pool.children
         deadline = time.monotonic() + 120
         while not requests and time.monotonic() < deadline:  # a spawned worker must load the run first
-            assert as_dicts(pool(inputs)) == as_dicts(alone)
+            assert as_dicts(pool(inputs)) == as_dicts(expected)
         assert requests
         assert pool([]) == []
         good, bad = pool([Request("a"), Request("b", prefix="z")])

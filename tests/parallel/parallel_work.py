@@ -1,4 +1,4 @@
-"""What the children of the tests do."""
+"""Work functions for the child processes of the tests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prepare_nothing(settings: dict[str, Any]) -> Any:
 def parent(how: str) -> None:
     """Start two children, print their process ids, and wait."""
     template = Template(settings={"modules": []}) if how == "template" else None
-    started = []
+    processes = []
     for _ in range(2):
         if template is not None:
             child = template.start({"work": "parallel_work:compute", "settings": {}})
@@ -59,6 +59,6 @@ def parent(how: str) -> None:
             start: Any = children.fork if how == "fork" else children.spawn
             child = start(compute if how == "fork" else "parallel_work:compute", {})
         child.ask({})
-        started.append(child)
-    print(*(child.pid for child in started), flush=True)
+        processes.append(child)
+    print(*(child.pid for child in processes), flush=True)
     time.sleep(60)

@@ -1,4 +1,4 @@
-"""Child processes: started in every way, asked, killed, and gone with their parent."""
+"""Child processes: every way to start them, requests, errors, kills, and exit with their parent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from regard.parallel import children, cores
 from regard.parallel.children import Child, ChildDied, ChildFault, Template, ordered_map
 from regard.parallel.messages import Channel, Message, Unpacker, pack
 
-HERE = "parallel_work"
+MODULE = "parallel_work"
 Start = Callable[[str], Child]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _new_interpreters() -> Iterator[None]:
-    """`spawn` starts interpreters here, as it does for users."""
+    """Make `spawn` start new interpreters, as it does outside the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(children, "spawn", new_interpreter)
         yield
@@ -36,31 +36,31 @@ def _new_interpreters() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def template() -> Iterator[Template]:
-    made = Template(settings={"modules": [HERE]})
-    yield made
-    made.close()
+    instance = Template(settings={"modules": [MODULE]})
+    yield instance
+    instance.close()
 
 
 @pytest.fixture(params=["template", "fork", "spawn", "no fork"])
 def start(request: pytest.FixtureRequest, template: Template, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts a child that does the work of this name, in every way there is."""
-    started: list[Child] = []
+    """A function that starts a child for a work function, in each of the supported ways."""
+    processes: list[Child] = []
 
     def start(work: str) -> Child:
         settings = {"word": "é\ud800"}
         if request.param == "fork":
-            child = children.fork(resolve_name(f"{HERE}:{work}"), settings)
+            child = children.fork(resolve_name(f"{MODULE}:{work}"), settings)
         elif request.param == "spawn":
-            child = children.spawn(f"{HERE}:{work}", settings)
+            child = children.spawn(f"{MODULE}:{work}", settings)
         else:
             if request.param == "no fork":
                 monkeypatch.setenv(children.NO_FORK, "1")
-            child = template.start({"work": f"{HERE}:{work}", "settings": settings})
-        started.append(child)
+            child = template.start({"work": f"{MODULE}:{work}", "settings": settings})
+        processes.append(child)
         return child
 
     yield start
-    for child in started:
+    for child in processes:
         child.close()
 
 
@@ -77,7 +77,7 @@ def test_messages_arrive_in_pieces_of_any_size(messages: list[Any], size: int) -
     assert [(m.header, list(m.parts)) for m in received] == messages
 
 
-def test_a_child_answers(start: Start) -> None:
+def test_child_answers_requests(start: Start) -> None:
     child = start("echo")
     assert child.ask({"x": 1}, [b"a", b""]) == Message({"x": 1, "word": "é\ud800"}, [b"a", b""])
     assert child.ask({}, [bytes(3_000_000)]).parts == [bytes(3_000_000)]
@@ -85,32 +85,32 @@ def test_a_child_answers(start: Start) -> None:
     assert child.wait(10) in (0, 1)
 
 
-def test_errors_of_a_child_are_raised(start: Start) -> None:
+def test_errors_in_a_child_are_raised_in_the_parent(start: Start) -> None:
     child = start("fail")
     with pytest.raises(UserError, match=r"^a mistake$"):
         child.ask({"mistake": True})
     with pytest.raises(ChildFault, match=r"(?s)Traceback.*ZeroDivisionError"):
         child.ask({"mistake": False})
-    with pytest.raises(UserError, match=r"^a mistake$"):  # it goes on
+    with pytest.raises(UserError, match=r"^a mistake$"):  # the child continues after errors
         child.ask({"mistake": True})
 
 
-def test_the_last_lines_of_a_child_that_died_are_in_the_error(start: Start) -> None:
+def test_error_of_a_dead_child_contains_its_last_lines(start: Start) -> None:
     with pytest.raises(ChildDied) as error:
         start("die").ask({})
     assert str(error.value).splitlines() == ["a worker process ended with status 3", "  last", "  words"]
 
 
-def test_a_killed_child_is_named(start: Start) -> None:
+def test_killed_child_is_reported_with_its_signal(start: Start) -> None:
     child = start("echo")
     child.ask({})
     child.kill()
     with pytest.raises(ChildDied, match="killed by signal 9"):
         child.ask({})
-    child.kill()  # does nothing more
+    child.kill()  # a second kill has no effect
 
 
-def test_a_child_that_computes_ends_with_its_channel(start: Start) -> None:
+def test_computing_child_exits_when_its_channel_closes(start: Start) -> None:
     child = start("compute")
     assert child.ask({}).header["computing"]
     child.channel.close()
@@ -118,7 +118,7 @@ def test_a_child_that_computes_ends_with_its_channel(start: Start) -> None:
 
 
 @pytest.mark.parametrize("how", ["template", "fork", "spawn"])
-def test_children_end_with_a_killed_parent(how: str, tmp_path: Path) -> None:
+def test_children_exit_when_their_parent_is_killed(how: str, tmp_path: Path) -> None:
     code = f"import parallel_work; parallel_work.parent({how!r})"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parent) as parent:
         assert parent.stdout is not None
@@ -137,49 +137,49 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def test_a_template_whose_preparation_fails_says_so() -> None:
-    template = Template(f"{HERE}:prepare_nothing")
+def test_error_in_template_preparation_is_raised() -> None:
+    template = Template(f"{MODULE}:prepare_nothing")
     with pytest.raises(UserError, match=r"^nothing to prepare$"):
         template.wait()
     template.close()
 
 
-def test_a_template_that_dies_is_named(template: Template) -> None:
+def test_dead_template_is_reported_and_its_children_are_killed(template: Template) -> None:
     other = Template(settings={"modules": []})
-    child = other.start({"work": f"{HERE}:echo", "settings": {"word": ""}})
+    child = other.start({"work": f"{MODULE}:echo", "settings": {"word": ""}})
     other._process.kill()
     with pytest.raises(ChildDied, match="the template of worker processes was killed by signal 9"):
-        other.start({"work": f"{HERE}:echo", "settings": {}})
+        other.start({"work": f"{MODULE}:echo", "settings": {}})
     assert child.wait(10) == -signal.SIGKILL
     child.close()
     other.close()
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 3), st.booleans())
-def test_results_come_in_order(delays: list[int], workers: int, here: bool) -> None:
+def test_ordered_map_keeps_the_order(delays: list[int], workers: int, use_this_process: bool) -> None:
     def work(item: tuple[int, int]) -> int:
         time.sleep(item[1] / 1000)
         return item[0]
 
     items = list(enumerate(delays))
-    assert list(ordered_map([work] * workers, items, work if here else None)) == list(range(len(items)))
+    assert list(ordered_map([work] * workers, items, work if use_this_process else None)) == list(range(len(items)))
 
 
-def test_an_item_that_fails_ends_the_map() -> None:
-    stopped = []
+def test_ordered_map_stops_at_the_first_error() -> None:
+    stop_calls = []
 
     def work(item: int) -> int:
         if item == 3:
             raise UserError("three")
         return item
 
-    results = ordered_map([work, work], iter(range(1000)), stop=lambda: stopped.append(1))
+    results = ordered_map([work, work], iter(range(1000)), stop=lambda: stop_calls.append(1))
     with pytest.raises(UserError, match="three"):
         list(results)
-    assert stopped == [1]
+    assert stop_calls == [1]
 
 
-def test_cores_respect_affinity_and_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cores_respects_affinity_and_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     count = cores.cores()
     assert 1 <= count <= len(os.sched_getaffinity(0))
     before = os.sched_getaffinity(0)
@@ -195,7 +195,7 @@ def test_cores_respect_affinity_and_quota(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert cores.cores() == min(count, quota or count)
 
 
-def test_handles_are_passed(start: Start) -> None:
+def test_file_handles_are_passed_to_a_child(start: Start) -> None:
     child = start("write_to_handle")
     reader, writer = os.pipe()
     child.channel.send({}, handles=[writer])

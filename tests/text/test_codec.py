@@ -1,4 +1,4 @@
-"""Examples to ids of both sides, and back."""
+"""A codec encodes examples as ids and decodes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make(shared: bool = False) -> Codec:
     return Codec(CHAR, CHAR if shared else SPACE, FEATURES, ("source", "features", "target"), ";")
 
 
-def test_features_come_first_and_the_end_last() -> None:
+def test_source_ids_start_with_features_and_end_with_the_end_token() -> None:
     codec = make()
     [row] = codec.encode_source([Example("Ab", features="N; ACC(PL);;")])
     assert row == [CHAR.size + 1, CHAR.size, *CHAR.encode(["Ab"])[0], 3]
@@ -32,7 +32,7 @@ def test_features_come_first_and_the_end_last() -> None:
 @pytest.mark.parametrize(
     ("frame", "before", "after"), [("end", [], [3]), ("both", [2], [3]), ("start", [2], []), ("none", [], [])]
 )
-def test_a_frame_stands_around_the_source_and_its_features(frame, before, after, tmp_path) -> None:
+def test_frame_surrounds_the_source_and_its_features(frame, before, after, tmp_path) -> None:
     codec = Codec(CHAR, SPACE, FEATURES, frame=frame)
     (a,) = CHAR.encode(["Ab"])
     assert codec.encode_source([Example("Ab")]) == [[*before, *a, *after]]
@@ -42,23 +42,23 @@ def test_a_frame_stands_around_the_source_and_its_features(frame, before, after,
     assert Codec.load(tmp_path, parse(TextConfig, codec.config.model_dump(mode="json"), "config.json")) == codec
 
 
-def test_one_side_is_both() -> None:
+def test_codec_with_one_tokenizer_shares_it() -> None:
     codec = Codec(CHAR, frame="none")
     assert codec.shared and codec.target is CHAR
     assert codec.config.source_tokens == codec.config.target_tokens == "char"
 
 
-def test_rows_to_spare_have_a_name() -> None:
+def test_padding_rows_of_the_vocabulary_have_a_piece() -> None:
     assert make(shared=True).target_pieces([CHAR.size + 2]) == [f"<{CHAR.size + 2}>"]
 
 
-def test_a_configuration_of_before_is_read() -> None:
+def test_configuration_of_earlier_versions_is_read() -> None:
     old = {"source_tokens": "char", "target_tokens": "space", "shared": False, "features": [], "feature_separator": ";"}
     config = parse(TextConfig, old, "config.json")
     assert (config.frame, config.ids, config.sizes) == ("end", None, None)
 
 
-def test_targets_end_and_come_back() -> None:
+def test_targets_end_with_the_end_token_and_are_restored() -> None:
     codec = make()
     [row] = codec.encode_target(["c a"])
     assert row[-1] == 3
@@ -67,7 +67,7 @@ def test_targets_end_and_come_back() -> None:
     assert codec.target_vocab == SPACE.size
 
 
-def test_a_shared_vocabulary_is_one_size_and_features_are_no_text() -> None:
+def test_shared_vocabulary_has_one_size_and_features_are_not_decoded() -> None:
     codec = make(shared=True)
     assert codec.shared
     assert codec.source_vocab == codec.target_vocab == CHAR.size + 2
@@ -76,7 +76,7 @@ def test_a_shared_vocabulary_is_one_size_and_features_are_no_text() -> None:
     assert codec.target_pieces([codec.target_vocab - 1]) == ["N"]
 
 
-def test_unknown_tokens_and_features_are_counted_and_named() -> None:
+def test_unknown_tokens_and_features_are_counted() -> None:
     codec = make()
     examples = [Example("Abx", features="N;V"), Example("xx"), Example("Ab", features="N")]
     rows = codec.encode_source(examples)
@@ -88,7 +88,7 @@ def test_unknown_tokens_and_features_are_counted_and_named() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_saved_is_loaded(shared: bool, tmp_path) -> None:
+def test_loaded_codec_equals_the_saved_codec(shared: bool, tmp_path) -> None:
     codec = make(shared)
     codec.save(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -101,7 +101,7 @@ def test_saved_is_loaded(shared: bool, tmp_path) -> None:
     assert loaded.encode_target(["a b"]) == codec.encode_target(["a b"])
 
 
-def test_a_missing_tokenizer_is_named(tmp_path) -> None:
+def test_missing_tokenizer_file_is_an_error(tmp_path) -> None:
     with pytest.raises(UserError, match=r"target\.tokenizer\.json"):
         make().save(tmp_path)
         (tmp_path / "target.tokenizer.json").unlink()
@@ -115,7 +115,7 @@ def test_features_are_never_empty_or_padded(text: str, separator: str) -> None:
     assert split_features(separator.join(names), separator) == names
 
 
-def test_counts_of_unknown_tokens_add_up(monkeypatch) -> None:
+def test_unknown_tokens_beyond_the_limit_are_counted_in_the_total(monkeypatch) -> None:
     monkeypatch.setattr(module, "MAX_DISTINCT", 2)
     tokenizer = Tokenizer.train("char", ["ab"])
     texts = ["axb", "ab", "yxz", "x"]
@@ -123,10 +123,10 @@ def test_counts_of_unknown_tokens_add_up(monkeypatch) -> None:
     assert (bool(report), report.summary()) == (False, "")
     report.add(tokenizer, texts, tokenizer.encode(texts))
     assert (report.total, report.texts) == (5, 3)
-    assert report.counts == {"x": 3, "y": 1}  # z exceeds the limit, but is counted in total
+    assert report.counts == {"x": 3, "y": 1}  # the total includes z, which exceeds the limit
 
 
-def test_the_summary_of_unknown_tokens_is_short_and_tells_look_alikes_apart() -> None:
+def test_summary_of_unknown_tokens_is_short_and_shows_code_points() -> None:
     report = UnknownTokens()
     report.count(["\u0430", "\u0430", *"bcdefghij", "w" * 100])
     message = report.summary()

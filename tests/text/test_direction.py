@@ -1,4 +1,4 @@
-"""The direction of a text is that of its first strong character."""
+"""The direction of a text is the direction of its first strong character."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WITHOUT_DIRECTION = st.text(st.sampled_from(" \t\n.,;:!?()[]0123456789٠١٢٣+-
         ("", "ltr"),
     ],
 )
-def test_examples(text: str, expected: str) -> None:
+def test_direction_of_sample_texts(text: str, expected: str) -> None:
     assert direction(text) == expected
 
 
@@ -46,5 +46,5 @@ def test_text_that_starts_with_latin_or_han_is_left_to_right(before: str, first:
 
 
 @given(before=WITHOUT_DIRECTION, text=st.text(st.characters()))
-def test_characters_without_a_direction_in_front_do_not_change_it(before: str, text: str) -> None:
+def test_leading_neutral_characters_do_not_change_the_direction(before: str, text: str) -> None:
     assert direction(before + text) == direction(text)

@@ -1,4 +1,4 @@
-"""The chosen scheme suits the text, and the reason contains numbers."""
+"""`choose` selects a suitable tokenisation scheme and gives the reason with numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HAN = "".join(chr(0x4E00 + index) for index in range(2000))
         ("bpe", lines(500, NATURAL, 3, 8)),
     ],
 )
-def test_the_scheme_fits(kind: str, sample: list[str]) -> None:
+def test_choose_selects_a_suitable_scheme(kind: str, sample: list[str]) -> None:
     scheme, reason = choose(sample)
     assert scheme.split(":")[0] == kind, reason
 
@@ -55,17 +55,17 @@ def test_more_lines_give_a_larger_vocabulary() -> None:
     assert "29,000 lines" in str(choose(sample, 29_000))
 
 
-def test_the_reason_contains_the_counts() -> None:
+def test_reason_contains_counts() -> None:
     choice = choose(lines(500, ["aa", "b"], 3, 5))
     assert choice.scheme == "space" and choice.reason.startswith("2 distinct tokens separated by spaces, 1.")
 
 
-def test_odd_samples_do_not_crash() -> None:
+def test_unusual_samples_have_a_scheme() -> None:
     for sample in ([""], [" "], ["a"], ["\0"], []):
         assert choose(sample).reason
 
 
-def test_characters_made_of_few_parts_are_decomposed() -> None:
+def test_characters_with_few_distinct_parts_are_decomposed() -> None:
     syllables = [chr(0xAC00 + 37 * i) for i in range(300)]
     assert choose(["".join(syllables[i : i + 3]) for i in range(290)]).scheme == "nfd"
     assert choose([unicodedata.normalize("NFD", "".join(syllables[i : i + 3])) for i in range(290)]).scheme == "char"

@@ -1,4 +1,4 @@
-"""Valid requests for a scheme are parsed; errors explain invalid ones."""
+"""Parsing tokenisation schemes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from regard.text.tokenizer import parse_scheme
 
 
 @pytest.mark.parametrize(
-    "request_", ["char", "nfd", "space", "word", "byte", "auto", "bpe:260", "bpe:8000", "unigram:32000"]
+    "text", ["char", "nfd", "space", "word", "byte", "auto", "bpe:260", "bpe:8000", "unigram:32000"]
 )
-def test_a_scheme_is_a_kind_and_a_number(request_: str) -> None:
-    kind, _, number = request_.partition(":")
-    assert parse_scheme(request_) == (kind, int(number) if number else None)
+def test_scheme_is_parsed_into_kind_and_number(text: str) -> None:
+    kind, _, number = text.partition(":")
+    assert parse_scheme(text) == (kind, int(number) if number else None)
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("text", "message"),
     [
         ("cahr", "did you mean 'char'"),
         ("spaces", "did you mean 'space'"),
@@ -33,7 +33,7 @@ def test_a_scheme_is_a_kind_and_a_number(request_: str) -> None:
         ("", "allowed: char"),
     ],
 )
-def test_a_bad_request_is_explained(request_: str, message: str) -> None:
+def test_invalid_scheme_is_explained(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        parse_scheme(request_, "text.source_tokens")
+        parse_scheme(text, "text.source_tokens")
     assert str(error.value).startswith("text.source_tokens: ")
