@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 from torch import Tensor
 
-from regard.answers import EMBED_TOKENS, open_engine, trace_example, truncation, unknown_remark, usable_options
+from regard.answers import EMBED_TOKENS, Answerer, open_engine, truncation, unknown_remark, usable_options
 from regard.batch import windows
 from regard.config import parse, to_toml
 from regard.data.in_memory import in_memory
 from regard.data.reader import MEMORY, Source
-from regard.decode.encoder_only import Classification, classify, classify_images, embed
-from regard.decode.engine import TokenStream, stream
-from regard.decode.forced import Pair, Scored, score
+from regard.decode.encoder_only import Classification
+from regard.decode.engine import TokenStream
+from regard.decode.forced import Pair, Scored
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import (
     BatchSettings,
@@ -188,9 +188,10 @@ class LoadedRun(Run):
         override `options`. A masked language model fills the masks of a text; `top_tokens` has their candidates.
         """
         requests = checked_list("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
-        engine = open_engine(self._runs(ensemble), self._options(options, settings), workers=1)
-        hypotheses = (row for window in windows(requests, engine.options.window) for row in engine(window))
-        return Results(map(Results, hypotheses), [item if isinstance(item, str) else item.source for item in requests])
+        answerer = Answerer(self._runs(ensemble), self._options(options, settings))
+        batches = map(answerer.generate, windows(requests, answerer.options.window))
+        rows = (Results(answer.hypotheses) for batch in batches for answer in batch)
+        return Results(rows, [item if isinstance(item, str) else item.source for item in requests])
 
     @checked_call(Options)
     def stream(
@@ -205,7 +206,10 @@ class LoadedRun(Run):
         if not isinstance(item, str | Example | Request):
             raise UserError(f"stream: takes one text, regard.Example or regard.Request, not {shown_value(item)}")
         check_texts("stream", item)
-        return stream(self._runs(ensemble), item, self._options(options, settings))
+        pieces = Answerer(self._runs(ensemble), self._options(options, settings)).stream(item)
+        if pieces.problem:
+            raise UserError(f"stream: {pieces.problem}")
+        return pieces
 
     @checked_call(Options, *ScoringSettings.__annotations__)
     def score(
@@ -222,7 +226,7 @@ class LoadedRun(Run):
             texts = pair[:2] if isinstance(pair, Example) else pair
             if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
                 raise UserError(f"score: a pair is a source and a target, both texts, not {shown_value(pair)}")
-        scored = score(self._runs(ensemble), checked, self._options(options, settings))
+        scored = Answerer(self._runs(ensemble), self._options(options, settings)).score(checked)
         return Results(scored, [f"{pair[0]} → {pair[1]}" for pair in checked])
 
     @checked_call(Options, *BatchSettings.__annotations__)
@@ -234,11 +238,10 @@ class LoadedRun(Run):
         Images are an array (images, [channels,] height, width) with the value range of the training data.
         """
         if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "biuf":
-            return Results(classify_images(self, inputs[:, None] if inputs.ndim == 3 else inputs))
-        options = Options.of(**settings)
+            return Results(Answerer([self]).classify(inputs[:, None] if inputs.ndim == 3 else inputs))
+        answerer = Answerer([self], Options.of(**settings))
         texts = checked_list("classify", "texts", inputs, (str, Example), '["abc"]')
-        labels = classify(self, texts, options.batch_tokens, options.max_source)
-        return Results(labels, [item if isinstance(item, str) else item.source for item in texts])
+        return Results(answerer.classify(texts), [item if isinstance(item, str) else item.source for item in texts])
 
     @checked_call(Options)
     def evaluate(
@@ -327,7 +330,7 @@ class LoadedRun(Run):
         check_texts("attention", example)
         if remark := unknown_remark(self.codec, example._replace(target=None) if self.task.labels else example):
             warnings.warn(f"attention: {remark}", stacklevel=2)
-        return trace_example(self, example, target, beam, more)
+        return Answerer([self]).trace(example, target, beam, more)
 
     def _runs(self, others: Sequence[Run] | None) -> list[Run]:
         example = "[regard.load('runs/other')]"
@@ -378,8 +381,8 @@ class LoadedRun(Run):
         if self.task.name != "masked":
             raise UserError(f"{self.path}: embed needs a masked language model, an encoder without a decoder")
         texts = checked_list("embed", "texts", texts, (str,), '["abc"]')
-        Options.of(batch_tokens=batch_tokens)
-        vectors, truncated, limit = embed(self, texts, batch_tokens, average_windows, normalize)
+        answerer = Answerer([self], Options.of(batch_tokens=batch_tokens))
+        vectors, truncated, limit = answerer.embed(texts, average_windows, normalize)
         if truncated:
             warnings.warn(truncation(truncated, limit), stacklevel=2)
         return vectors

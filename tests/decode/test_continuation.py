@@ -8,7 +8,8 @@ from hypothesis import given, settings, strategies as st
 from test_batch_independence import STRATEGIES
 
 from kit.decoding import POSITIONS, language_model, run_of, same, sources, words
-from regard.decode.engine import generate, stream
+from regard.answers import Answerer
+from regard.decode.engine import generate
 from regard.decode.forced import score
 from regard.decode.request import Options, Request
 from regard.errors import UserError
@@ -62,7 +63,7 @@ def test_greedy_search_takes_the_best_token_at_every_step(position: str, frame: 
             output.append(int(logits_V.argmax()))
         (hypothesis,) = next(generate(run, [prompt], Options(max_length=12)))
         assert hypothesis.ids == tuple(output)
-        assert "".join(p.text for p in stream(run, prompt, Options(max_length=12))) == hypothesis.text
+        assert "".join(p.text for p in Answerer([run], Options(max_length=12)).stream(prompt)) == hypothesis.text
 
 
 def test_the_cache_is_bounded_by_the_attention_window() -> None:

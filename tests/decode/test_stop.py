@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from kit.decoding import LETTERS, NAMES, language_model, run_of, sources
+from regard.answers import Answerer
 from regard.decode.constraints import is_combining
-from regard.decode.engine import generate, stream
+from regard.decode.engine import generate
 from regard.decode.forced import score
 from regard.decode.request import Options, Request
 from regard.errors import UserError
@@ -73,7 +74,7 @@ def test_greedy_and_sampled_outputs_end_before_the_first_stop_string(
     if "stopped" in h.flags and "segmentation" not in h.flags:
         (forced,) = score(run, [(source, h.text)])
         assert forced.token_scores[: len(h.ids)] == pytest.approx(h.token_scores, abs=1e-5)
-    pieces = stream(run, request, options)
+    pieces = Answerer([run], options).stream(request)
     piece_list = list(pieces)
     assert "".join(piece.text for piece in piece_list) == h.text
     assert tuple(piece.id for piece in piece_list) == h.ids and pieces.hypothesis == h

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kit.decoding import LETTERS, NAMES, run_of, sources
-from regard.decode.engine import generate, stream
+from regard.answers import Answerer
+from regard.decode.engine import generate
 from regard.decode.request import Options, Request
 from regard.errors import UserError
 
@@ -19,7 +20,7 @@ def test_streamed_pieces_join_to_the_output(name: str, scheme: str) -> None:
         options = Options.of(max_length=12, **settings)
         for text in sources(1, 2):
             (whole,) = next(generate(run, [text], options))
-            pieces = list(stream(run, text, options))
+            pieces = list(Answerer([run], options).stream(text))
             assert "".join(piece.text for piece in pieces) == whole.text
             assert tuple(piece.id for piece in pieces) == whole.ids
             assert tuple(piece.token for piece in pieces) == whole.tokens
@@ -31,7 +32,7 @@ def test_pieces_are_yielded_during_the_search() -> None:
     calls = []
     handle = run.model.output.register_forward_hook(lambda *_: calls.append(1))
     try:
-        pieces = stream(run, "abc", Options(max_length=9, min_length=9))
+        pieces = Answerer([run], Options(max_length=9, min_length=9)).stream("abc")
         for count in range(1, 4):
             next(pieces)
             assert len(calls) == count and not torch.is_inference_mode_enabled()
@@ -45,7 +46,7 @@ def test_constraints_are_satisfied(scheme: str) -> None:
     request = Request("fade", prefix="cc", require=("bad",), forbid=("e",))
     for settings in ({}, {"sample": True}, {"top_tokens": 2}, {"sample": True, "top_tokens": 2, "alignment": True}):
         options = Options.of(max_length=12, **settings)
-        pieces = stream(run, request, options)
+        pieces = Answerer([run], options).stream(request)
         piece_list = list(pieces)
         text = "".join(piece.text for piece in piece_list)
         assert text.startswith("cc") and "bad" in text and "e" not in text
@@ -62,7 +63,7 @@ def test_close_stops_decoding() -> None:
     calls = []
     handle = run.model.output.register_forward_hook(lambda *_: calls.append(1))
     try:
-        pieces = stream(run, "abc", Options(max_length=9, min_length=9))
+        pieces = Answerer([run], Options(max_length=9, min_length=9)).stream("abc")
         next(pieces)
         pieces.close()
         assert list(pieces) == [] and pieces.hypothesis is None and len(calls) == 1
@@ -72,13 +73,13 @@ def test_close_stops_decoding() -> None:
 
 def test_stream_without_an_allowed_token_is_empty_and_flagged() -> None:
     options = Options(forbid=tuple("abcdef"), min_length=3, max_length=5)
-    pieces = stream(run_of("rnn-luong", 1), "abc", options)
+    pieces = Answerer([run_of("rnn-luong", 1)], options).stream("abc")
     assert list(pieces) == [] and pieces.hypothesis is not None and "unsatisfied" in pieces.hypothesis.flags
 
 
 def test_options_that_cannot_stream_are_refused() -> None:
     run = run_of("rnn-luong", 1)
-    assert list(stream(run, "")) == []
+    assert list(Answerer([run]).stream("")) == []
     for settings in ({"beam": 2}, {"mbr": 3}, {"alternatives": 2}):
         with pytest.raises(UserError, match="stream"):
-            next(stream(run, "abc", Options.of(**settings)))
+            next(Answerer([run], Options.of(**settings)).stream("abc"))

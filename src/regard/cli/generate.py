@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from regard.answers import Answerer
 from regard.cli.lines import IMAGES, GenerateJob, InputLines, LineAnswerer, announce_stdin, links, one_line
 from regard.cli.options import (
     Device,
@@ -27,7 +28,6 @@ from regard.cli.options import (
     with_options,
 )
 from regard.cli.output import flush, message, out as write, out_json
-from regard.decode.engine import TokenStream, TorchEngine
 from regard.decode.hypothesis import empty_hypothesis
 from regard.decode.request import check_engine, check_streaming, check_supported
 from regard.errors import UserError
@@ -118,16 +118,13 @@ def command(
 
 def _stream(answerer: LineAnswerer, lines: InputLines) -> None:
     """Decode one line after the other, and print every token at once."""
-    engine = answerer.engine
-    assert isinstance(engine, TorchEngine)
-    for line in (line for batch in lines.batches(engine.options.window) for line in batch):
+    for line in (line for batch in lines.batches(answerer.options.window) for line in batch):
         if line.error:
             for text in answerer.shown(line, [empty_hypothesis({"error": line.error})]):
                 write(text)
         else:
-            (item,) = engine.prepare([line.request])
-            lines.unknown.count(item.unknown)
-            pieces = TokenStream(engine, item)
+            pieces = answerer.answerer.stream(line.request)
+            lines.unknown.count(pieces.unknown)
             for piece in pieces:
                 if answerer.json:
                     out_json({"line": line.number, **piece.as_dict()})
@@ -146,10 +143,9 @@ def _stream(answerer: LineAnswerer, lines: InputLines) -> None:
 
 def _print_image_labels(run: Run, file: str, json: bool) -> None:
     from regard.data.images import read_images  # only for images
-    from regard.decode.encoder_only import classify_images
 
     announce_stdin(file, IMAGES)
-    for label in classify_images(run, read_images(file, labelled=False).images_NCHW):
+    for label in Answerer([run]).classify(read_images(file, labelled=False).images_NCHW):
         if json:
             out_json(label.as_dict())
         else:

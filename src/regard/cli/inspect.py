@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from regard.answers import trace_example, unknown_remark
+from regard.answers import Answerer, unknown_remark
 from regard.cli.options import Device, OneThread, RunPath, open_runs
 from regard.cli.output import message, out
 from regard.data.images import read_images
@@ -85,7 +85,7 @@ def command(
     elif go_on and opened.task.seq2seq:
         raise UserError("--continue: only a language model continues a text")
     else:
-        traced = trace_example(opened, Example(text, features=features), target, beam, go_on)
+        traced = Answerer([opened]).trace(Example(text, features=features), target, beam, go_on)
         if target is None or not opened.task.seq2seq:
             message(" → ".join(traced.texts.values()))
     selected = None if layer is None else layer - 1, None if head is None else head - 1

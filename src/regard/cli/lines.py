@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from regard.answers import generation_json, label_json, open_engine, usable_options
+from regard.answers import Answerer, generation_json, label_json, open_engine, usable_options
 from regard.batch import windows
 from regard.cli import READER
 from regard.cli.output import json_line, message
@@ -35,8 +35,7 @@ from regard.data.reader import (
 )
 from regard.data.tables import format_of
 from regard.decode.ctranslate2 import Scores
-from regard.decode.encoder_only import Classification, classify
-from regard.decode.engine import Engine
+from regard.decode.encoder_only import Classification
 from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis, empty_hypothesis
 from regard.decode.request import ANSWER_KEYS, EngineName, Options, Request, parse_request
 from regard.decode.sharded_output import Counts
@@ -244,13 +243,14 @@ class LineAnswerer:
         self.json = job.json or self.lines().jsonl
         self.masks = "embed" in task.answers and options.top_tokens > 0  # plain output: the candidates of each mask
         self.several = options.nbest > 1 or options.alternatives > 0  # plain output: the number and score of each text
-        self.engine: Engine | None = None
+        opened = None
         if "generate" in task.answers:
             options = usable_here(options, self.run.model.device)
             if options.top_tokens and not self.json and not self.masks:
                 raise UserError("--top-tokens: plain output does not show them; give --json too")
             scores: Scores = "tokens" if self.json else "totals" if self.several else "none"
-            self.engine = open_engine(runs, options, engine, scores, job.workers, job.threads)
+            opened = open_engine(runs, options, engine, scores, job.workers, job.threads)
+        self.answerer = Answerer(runs, options, opened)
         self.options = options
 
     def lines(self) -> InputLines:
@@ -265,17 +265,17 @@ class LineAnswerer:
 
     def answer(self, lines: InputLines, batch: Sequence[InputLine]) -> str:
         """The output for a batch of `lines`, which counts unusable lines."""
-        answers = self._label(lines, batch) if self.engine is None else self._decode(self.engine, lines, batch)
+        answers = (self._decode if "generate" in self.run.task.answers else self._label)(lines, batch)
         return "".join(f"{line}\n" for line in answers)
 
-    def _decode(self, engine: Engine, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
-        inputs = engine.prepare([line.request for line in batch if not line.error])
-        for item in inputs:
+    def _decode(self, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
+        answers = self.answerer.generate([line.request for line in batch if not line.error])
+        for item, _ in answers:
             if item.unknown:
                 lines.unknown.count(item.unknown)
-        answers = iter(engine.decode(inputs))
+        rows = iter(answers)
         for line in batch:
-            hypotheses = [empty_hypothesis({"error": line.error})] if line.error else next(answers)
+            hypotheses = [empty_hypothesis({"error": line.error})] if line.error else next(rows).hypotheses
             lines.note_flags(line, hypotheses[0].flags)
             yield from self.shown(line, hypotheses)
 
@@ -286,7 +286,7 @@ class LineAnswerer:
             if not line.error and line.request.source.strip()
         ]
         self.run.codec.note_unknown(texts, lines.unknown)
-        labels = iter(classify(self.run, texts, self.options.batch_tokens, self.options.max_source))
+        labels = iter(self.answerer.classify(texts))
         for line in batch:
             if line.error:
                 label = Classification("", {}, {"error": line.error})
@@ -326,8 +326,7 @@ class LineAnswerer:
 
     def close(self) -> None:
         """Release the engine."""
-        if self.engine is not None:
-            self.engine.close()
+        self.answerer.close()
 
 
 def usable_here(options: Options, device: torch.device) -> Options:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.answers import score_json
+from regard.answers import Answerer, score_json
 from regard.batch import windows
 from regard.cli.lines import announce_data, announce_stdin
 from regard.cli.options import (
@@ -37,7 +37,6 @@ from regard.data.reader import (
     read_lines,
     shown,
 )
-from regard.decode.forced import score
 from regard.decode.request import Options
 from regard.evaluate.test_data import UnknownParts
 from regard.text.codec import Example
@@ -81,7 +80,8 @@ def command(
         located = source.read(counter)
     ahead, behind = tee(_count_unknown(located, unknown, parsed.window))
     printed = 0
-    for scored, (number, example) in zip(score(runs, (item.example for item in ahead), parsed), behind, strict=False):
+    scores = Answerer(runs, parsed).score(item.example for item in ahead)
+    for scored, (number, example) in zip(scores, behind, strict=False):
         for name, reason in (("too_long", TOO_LONG), ("error", BAD_REQUEST), ("out_of_memory", NO_MEMORY)):
             if name in scored.flags:
                 counter.skip(reason, f"{shown(pairs)}:{number}", scored.flags[name], tell=True)

@@ -313,8 +313,9 @@ class Piece:
 class TokenStream(Iterator[Piece]):
     """The pieces of one output, decoded on demand; at the end `hypothesis` is the same as without streaming.
 
-    Tokens that may be part of a stop string are held back, together with the token before them. If required phrases
-    need a beam search, all pieces follow after the search.
+    An empty or overlong source has no pieces. The end token is included, except after a continuation that ends at its
+    limit or before a stop string. Tokens that may be part of a stop string are held back, together with the token
+    before them. If required phrases need a beam search, all pieces follow after the search.
     """
 
     def __init__(self, engine: TorchEngine, item: SearchInput) -> None:
@@ -326,6 +327,16 @@ class TokenStream(Iterator[Piece]):
         self._sent = ""
         beam = item.stages > 0 and not engine.options.samples
         self._pieces = self._decode_first() if item.flags or beam else self._decode()
+
+    @property
+    def problem(self) -> str:
+        """Why no output fits the request; empty if the request is sound."""
+        return self._item.flags.get("error") or self._item.flags.get("unsatisfied", "")
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The unknown tokens of the source."""
+        return self._item.unknown
 
     def __next__(self) -> Piece:
         return next(self._pieces)
@@ -400,16 +411,3 @@ class TokenStream(Iterator[Piece]):
             certain = max((position for position, token in enumerate(ids) if token not in combining), default=0)
         # A character whose bytes are incomplete decodes to replacement characters.
         return output_text(self._codec, self._item, ids[:certain]).rstrip("\N{REPLACEMENT CHARACTER}")
-
-
-def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = None) -> TokenStream:
-    """The output of greedy search or sampling for one input, token by token; no pieces for an empty or overlong source.
-
-    The end token is included, except after a continuation that ends at its limit or before a stop string.
-    """
-    engine = TorchEngine(runs, options)
-    (prepared,) = engine.prepare([item])
-    for name in ("error", "unsatisfied"):
-        if name in prepared.flags:
-            raise UserError(f"stream: {prepared.flags[name]}")
-    return TokenStream(engine, prepared)

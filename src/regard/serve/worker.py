@@ -8,31 +8,246 @@ import signal
 import socket
 import threading
 import time
+import traceback
 import warnings
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic_core import from_json
 
-from regard.answers import Answerer, BatchTask, Cancelled, Result, describe
-from regard.api import load
+from regard.answers import EMBED_TOKENS, Answerer, Result, generation_json, label_json, score_json, truncation
+from regard.decode.ctranslate2 import CTranslate2Engine
+from regard.decode.encoder_only import MaskFiller
 from regard.decode.engine import TorchEngine
+from regard.decode.request import CONSTRAINTS, ENGINES, EngineName, Options, Precision, Request
 from regard.device import release_memory
+from regard.errors import UserError
+from regard.inspect.trace import Trace
 from regard.parallel.children import Work
 from regard.parallel.messages import Channel
+from regard.run import Run
 from regard.serve.pool import body_message, read_body
+from regard.text.codec import Example
 
 RELEASE_SECONDS = 5.0  # between calls of release_memory: batches of different sizes fragment the heap
 WORKER_NICENESS = 10  # so that the event loop of the server gets a core as soon as it needs one
+MAX_ANSWERERS = 32  # ready answerers that a worker keeps, one for each engine, run and set of options
+
+
+class Cancelled(Exception):
+    """The batch was cancelled."""
+
+
+@dataclass
+class WorkerBatch:
+    """A batch: inputs of one kind, which is a method of `BatchAnswerer`, with the same options, for one run."""
+
+    run: str
+    kind: str
+    options: str  # as JSON, a part of the key of a cached answerer
+    inputs: list[dict[str, Any]]
+    cancelled: Callable[[], bool] = lambda: False
+    send: Callable[[Result], None] = lambda piece: None  # of a streamed output
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        options: dict[str, Any] = from_json(self.options)
+        return options
+
+    def examples(self) -> list[Example]:
+        return [Example(x["source"], x.get("target"), x.get("features")) for x in self.inputs]
+
+    def check(self) -> None:
+        """Raise `Cancelled` if the batch was cancelled; called before each step of a search."""
+        if self.cancelled():
+            raise Cancelled
+
+
+class BatchAnswerer:
+    """Answers batches with the runs of this process."""
+
+    def __init__(
+        self, runs: Mapping[str, Run], engine: EngineName = "torch", precision: Precision = "fp32", slots: int = 1
+    ):
+        """`slots` is the number of threads that answer at the same time."""
+        self.runs = runs
+        self.engine = engine
+        self.precision = precision
+        self.slots = slots
+        self._answerers: OrderedDict[tuple[str, str, str], Answerer] = OrderedDict()
+        self._translators: dict[str, Any] = {}
+        self._torch_lock = threading.Lock()  # one search with torch at a time
+        self._cache_lock = threading.Lock()
+
+    def answer(self, batch: WorkerBatch) -> list[Result]:
+        """A result or an error for each input; a failed input does not affect the others."""
+        try:
+            results: list[Result] = getattr(self, batch.kind)(batch)
+            return results
+        except Cancelled:
+            raise
+        except Exception as error:
+            if len(batch.inputs) > 1:
+                return [self.answer(replace(batch, inputs=[item]))[0] for item in batch.inputs]
+            if isinstance(error, UserError):  # without paths of this machine
+                message = str(error).replace(str(self.runs[batch.run].path), batch.run)
+                return [{"error": message, "status": 422}]
+            traceback.print_exception(error)
+            return [{"error": "an error in the server; its log has the details", "status": 500}]
+
+    def generate(self, batch: WorkerBatch) -> list[Result]:
+        """Outputs with scores, as `regard generate --json` prints them."""
+        answerer = self._decoder(batch)
+        attention = batch.settings.get("attention")
+        fallback = self.engine != "torch" and isinstance(answerer.engine, TorchEngine | MaskFiller)
+        requests = [Request(**item) for item in batch.inputs]
+        with self._cancellable(answerer, batch):
+            answers = answerer.generate(requests)
+        results = []
+        for request, (item, hypotheses) in zip(requests, answers, strict=True):
+            details: Result = {"source_tokens": len(item.sources[0]) if item.sources else 0}
+            if attention and hypotheses[0].text:
+                batch.check()
+                example = Example(request.source, features=request.features)
+                details["attention"] = attention_json(answerer.trace(example, hypotheses[0].text))
+            result = generation_json(request.source, hypotheses, details)
+            results.append({**result, "engine": "torch"} if fallback else result)
+        return results
+
+    def translate(self, batch: WorkerBatch) -> list[Result]:
+        """The texts of the outputs, without scores."""
+        answerer = self._decoder(batch)
+        sources = [item["source"] for item in batch.inputs]
+        if isinstance(answerer.engine, CTranslate2Engine):
+            return [{"texts": row} for row in answerer.engine.texts(sources)]
+        with self._cancellable(answerer, batch):
+            return [{"texts": [h.text for h in answer.hypotheses]} for answer in answerer.generate(sources)]
+
+    def stream(self, batch: WorkerBatch) -> list[Result]:
+        """Decode one input, and send every token as soon as it is decided."""
+        answerer = self._answerer("torch", batch)
+        request = Request(**batch.inputs[0])
+        pieces = answerer.stream(request)
+        if pieces.problem:
+            raise UserError(pieces.problem)
+        with self._cancellable(answerer, batch):
+            for piece in pieces:
+                batch.send({"piece": piece.as_dict()})
+        assert pieces.hypothesis is not None
+        return [generation_json(request.source, [pieces.hypothesis])]
+
+    def score(self, batch: WorkerBatch) -> list[Result]:
+        """Log-probabilities of given targets, as in `regard score`."""
+        pairs = batch.examples()
+        scored = self._answerer("torch", batch).score(pairs)
+        return [score_json(pair, each) for pair, each in zip(pairs, scored, strict=True)]
+
+    def classify(self, batch: WorkerBatch) -> list[Result]:
+        """The labels of texts."""
+        texts = batch.examples()
+        labels = self._answerer("torch", batch).classify(texts)
+        return [label_json(text.source, label) for text, label in zip(texts, labels, strict=True)]
+
+    def embed(self, batch: WorkerBatch) -> list[Result]:
+        """Vectors of texts; a truncated text has a flag."""
+        normalize = batch.settings.get("normalize", True)
+        answerer = Answerer([self.runs[batch.run]], Options(batch_tokens=EMBED_TOKENS))
+        vectors, truncated, limit = answerer.embed([item["source"] for item in batch.inputs], normalize=normalize)
+        results: list[Result] = [{"vector": [float(v) for v in row]} for row in vectors]
+        for index, tokens in truncated.items():
+            results[index]["flags"] = {"truncated": truncation({0: tokens}, limit)}
+        return results
+
+    def inspect(self, batch: WorkerBatch) -> list[Result]:
+        """The attention page of each example, as HTML."""
+        answerer = Answerer([self.runs[batch.run]])
+        results = []
+        for example in batch.examples():
+            batch.check()
+            results.append({"html": answerer.trace(example._replace(target=None), example.target).to_html()})
+        return results
+
+    @contextmanager
+    def _cancellable(self, answerer: Answerer, batch: WorkerBatch) -> Iterator[None]:
+        """Check before every step of a search with torch whether the batch was cancelled."""
+        engine = answerer.engine
+        if not isinstance(engine, TorchEngine):
+            yield
+            return
+        with self._torch_lock:
+            engine.scorer.before_step = batch.check
+            try:
+                yield
+            finally:
+                engine.scorer.before_step = None
+
+    def _decoder(self, batch: WorkerBatch) -> Answerer:
+        """An answerer for a batch; with torch where the server's engine does not support a constraint of an input."""
+        constraints = {name for item in batch.inputs for name, value in item.items() if value and name in CONSTRAINTS}
+        if "seed" in constraints and not batch.settings.get("sample"):
+            constraints.remove("seed")  # nothing is drawn
+        supported = constraints <= ENGINES[self.engine].constraints
+        return self._answerer(self.engine if supported else "torch", batch)
+
+    def _answerer(self, engine: EngineName, batch: WorkerBatch) -> Answerer:
+        """An answerer with this engine for the run and options of a batch, made on first use."""
+        # The key has the options as text: checking them for every batch took as long as everything but the search.
+        key = engine, batch.run, batch.options
+        with self._cache_lock:
+            answerer = self._answerers.pop(key, None) or self._open(engine, batch)
+            self._answerers[key] = answerer
+            while len(self._answerers) > MAX_ANSWERERS:
+                self._answerers.popitem(last=False)
+        return answerer
+
+    def _open(self, name: EngineName, batch: WorkerBatch) -> Answerer:
+        run = self.runs[batch.run]
+        options = Options.of(**{option: value for option, value in batch.settings.items() if option != "attention"})
+        if name == "ctranslate2" and run.task.seq2seq:
+            with suppress(UserError):  # what it does not support is decoded with torch
+                quantized = options.model_copy(update={"precision": self.precision})
+                translator = self._translators.get(batch.run)
+                engine = CTranslate2Engine(run, quantized, self.slots, translator=translator)
+                self._translators[batch.run] = engine.translator
+                return Answerer([run], options, engine)
+        precision = {"precision": self.precision} if self.precision in ENGINES["torch"].precisions else {}
+        return Answerer([run], options.model_copy(update=precision))
+
+
+def attention_json(trace: Trace) -> Result:
+    """All attention maps of an output, with the tokens of their rows and columns."""
+    maps = [
+        {"name": m.name, "kind": m.kind, "layer": m.layer, "heads": m.heads, "rows": m.rows, "columns": m.columns}
+        | {"weights": m.weights_HTS.round(4).tolist()}
+        for m in trace.maps
+    ]
+    return {"tokens": trace.tokens, "maps": maps}
+
+
+def describe(name: str, run: Run) -> Result:
+    """The facts of a run that a server publishes."""
+    kinds = [kind for kind in run.task.answers if kind != "generate" or run.config.predicts_tokens]
+    return {
+        "name": name,
+        "task": run.task.name,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "labels": list(run.labels),
+        "features": "features" in run.codec.columns,
+        "kinds": [] if run.task.reads == "images" else kinds,  # requests contain text only
+    }
 
 
 def prepare(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
     """Load the runs -> the work of a worker, and a description of the runs."""
     _ignore_signals()
     torch.set_num_threads(settings["threads"])
-    runs = {name: load(path) for name, path in settings["runs"].items()}
+    runs = {name: Run.load(path) for name, path in settings["runs"].items()}
     slots: int = settings["slots"]
-    answerer = Answerer(runs, settings["engine"], settings["precision"], slots)
+    answerer = BatchAnswerer(runs, settings["engine"], settings["precision"], slots)
     for run in runs.values():
         if run.task.name in ("pairs", "span", "lm"):
             TorchEngine(run)  # packs the weights, once for all workers
@@ -54,7 +269,7 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def answer_in_threads(answerer: Answerer, channel: Channel, slots: int) -> None:
+def answer_in_threads(answerer: BatchAnswerer, channel: Channel, slots: int) -> None:
     """Answer batches in one thread per slot; the connections of further slots arrive over the first channel."""
     threads = []
     for _ in range(1, slots):
@@ -69,7 +284,7 @@ def answer_in_threads(answerer: Answerer, channel: Channel, slots: int) -> None:
         thread.join()
 
 
-def answer_batches(answerer: Answerer, channel: Channel) -> None:
+def answer_batches(answerer: BatchAnswerer, channel: Channel) -> None:
     """Answer batches until the server closes the connection."""
 
     def send(body: dict[str, Any]) -> None:
@@ -82,9 +297,9 @@ def answer_batches(answerer: Answerer, channel: Channel) -> None:
             if "cancel" in body:  # the batch has been answered in the meantime
                 continue
             # Until the results are sent, a message can only be the cancellation of this batch.
-            task = BatchTask(**body, cancelled=lambda: channel.readable, send=send)
+            batch = WorkerBatch(**body, cancelled=lambda: channel.readable, send=send)
             try:
-                results: list[Result] | None = answerer.answer(task)
+                results: list[Result] | None = answerer.answer(batch)
             except Cancelled:
                 results = None
             send({"results": results})
