@@ -16,7 +16,9 @@ pairs = st.lists(st.tuples(texts, texts), min_size=1, max_size=5)
 
 
 @given(pairs, st.sampled_from(["sos", "eos"]), st.booleans())
-def test_collate(rows: list[tuple[list[int], list[int]]], start: str, arrays: bool) -> None:
+def test_collate_pads_sources_and_shifts_targets(
+    rows: list[tuple[list[int], list[int]]], start: str, arrays: bool
+) -> None:
     sources, targets = (
         [np.array(ids, dtype=np.uint16) if arrays else ids for ids in side] for side in zip(*rows, strict=True)
     )
@@ -41,7 +43,7 @@ def test_rows_of_a_batch_equal_a_batch_of_these_examples(
 ) -> None:
     start = data.draw(st.integers(0, len(rows) - 1))
     stop = data.draw(st.integers(start + 1, len(rows)))
-    whole, part = (collate(*zip(*some, strict=True), CONFIG, total=99) for some in (rows, rows[start:stop]))
+    whole, part = (collate(*zip(*examples, strict=True), CONFIG, total=99) for examples in (rows, rows[start:stop]))
     for ours, expected in zip(whole.rows(slice(start, stop)), part, strict=True):
         same = torch.equal(ours, expected) if isinstance(expected, torch.Tensor) else ours == expected
         assert same
@@ -60,23 +62,23 @@ def test_masked_labels_are_not_padding() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.sets(st.integers(0, 39)))
-def test_parts_are_halved_until_they_fit(rows: int, room: int, unfit: set[int]) -> None:
+def test_parts_are_halved_until_they_fit(rows: int, capacity: int, too_large: set[int]) -> None:
     def work(part: slice) -> list[int]:
         numbers = list(range(rows))[part]
-        if len(numbers) > room:
+        if len(numbers) > capacity:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        if unfit & set(numbers):
+        if too_large & set(numbers):
             raise MemoryError
         return numbers
 
     results = []
     for part, numbers in in_parts(work, rows):
-        assert (numbers is None) == (part.stop - part.start == 1 and part.start in unfit)
+        assert (numbers is None) == (part.stop - part.start == 1 and part.start in too_large)
         results += [part.start] if numbers is None else numbers
     assert results == list(range(rows))
 
 
-def test_other_errors_are_raised() -> None:
+def test_errors_other_than_out_of_memory_are_raised() -> None:
     def work(part: slice) -> int:
         raise RuntimeError("shapes do not fit")
 
@@ -95,7 +97,7 @@ def test_no_two_tensors_share_memory() -> None:
     assert batch.label_BT.tolist() == [[6, 7, 3]]
 
 
-def test_padding_of_no_rows() -> None:
+def test_pad_accepts_no_rows_and_empty_rows() -> None:
     table, keep = pad([], 0)
     assert table.shape == (0, 0)
     assert keep is None
@@ -111,10 +113,10 @@ def test_sources_may_be_empty_without_an_encoder() -> None:
     assert batch.source_keep_BS is None
 
 
-def test_moving_to_a_device() -> None:
+def test_all_tensors_move_to_the_device() -> None:
     batch = collate([[5, 3], [3]], [[6, 7, 3], [3]], CONFIG)
-    moved = batch.to("meta")
-    assert isinstance(moved, Batch)
-    assert all(x.is_meta for x in moved if isinstance(x, torch.Tensor))
-    assert (moved.tokens, moved.total) == (4, 4)
+    meta_batch = batch.to("meta")
+    assert isinstance(meta_batch, Batch)
+    assert all(x.is_meta for x in meta_batch if isinstance(x, torch.Tensor))
+    assert (meta_batch.tokens, meta_batch.total) == (4, 4)
     assert collate([[3]], [[3]], CONFIG).to("meta").keep_BT is None

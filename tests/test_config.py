@@ -101,7 +101,7 @@ def test_wrong_types_are_refused(value: object) -> None:
         ({"lsh": {"chunks": 3}}, "decoder.lsh.chunks: no such key; did you mean 'chunk'?"),
     ],
 )
-def test_inconsistent_stacks(stack: dict[str, Any], expected: str) -> None:
+def test_inconsistent_stacks_are_refused(stack: dict[str, Any], expected: str) -> None:
     text = message(Config, BOTH | {"decoder": stack})
     assert expected in text
     assert "decoder" in text.splitlines()[1]
@@ -140,7 +140,7 @@ def test_inconsistent_stacks(stack: dict[str, Any], expected: str) -> None:
         ({"decoder": REVERSIBLE, "tie_output": False}, "reversible layers do not support cross-attention"),
     ],
 )
-def test_inconsistent_configs(changes: dict[str, Any], expected: str) -> None:
+def test_inconsistent_configs_are_refused(changes: dict[str, Any], expected: str) -> None:
     assert expected in message(Config, BOTH | changes)
 
 
@@ -180,7 +180,7 @@ def test_json_round_trip(name: str) -> None:
     assert pickle.loads(pickle.dumps(config)) == config  # for child processes, never for files
 
 
-def test_derived_sizes() -> None:
+def test_properties_are_derived_from_the_fields() -> None:
     stack = Stack(width=12, heads=3)
     assert (stack.kv, stack.head, stack.recurrent) == (3, 4, False)
     stack = Stack(width=12, heads=3, kv_heads=1, head_width=7)
@@ -196,8 +196,8 @@ def test_derived_sizes() -> None:
     assert Stack(width=12, heads=3, residual="reversible", norm_at="pre").out_width == 24
 
 
-def test_ids_of_other_vocabularies_may_coincide() -> None:
-    """Some models use one token for start and end, others start a text with padding."""
+def test_special_ids_may_coincide() -> None:
+    """Some models use one token as start and end of a text, others use the padding token as start."""
     config = parse(Config, BOTH | {"ids": {"pad": 9, "sos": 9, "eos": 9, "unk": 9}}, "here")
     assert config.ids.mask is None
     assert config.start_id == 9
@@ -211,7 +211,7 @@ def test_the_string_none_is_null_in_optional_fields() -> None:
     assert parse(Config, BOTH | {"decoder": {"bias": "none"}}, "here").decoder.bias == "none"  # an allowed value
 
 
-def test_closest() -> None:
+def test_closest_name_is_suggested() -> None:
     assert closest("drpout", ["dropout", "layers"]) == "; did you mean 'dropout'?"
     assert closest("xyz", ["dropout", "layers"]) == ""
     error = one_of("metric", "blue", ["bleu", "wer"])

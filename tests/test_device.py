@@ -1,3 +1,5 @@
+"""The choice of device and precision, and the tuning of the memory allocator."""
+
 from __future__ import annotations
 
 import os
@@ -17,7 +19,7 @@ def test_allocator_is_tuned_only_with_glibc() -> None:
     assert tune_allocator() == glibc
 
 
-def test_a_missing_device_is_refused() -> None:
+def test_missing_device_is_refused() -> None:
     assert choose_device("cpu") == CPU
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA GPU"):

@@ -1,8 +1,8 @@
 """Every console and Python block of the documentation runs, in a directory with the files of its examples.
 
-The tour of the README makes its own files. In a console block, lines that start with `$` are commands, and the lines
-after a command must occur in its output, in this order; `...` matches anything. Commands run as written, but training
-is limited to a few steps of a small model. A text block right after a Python block is its expected output.
+The tour of the README creates its own files. In a console block, lines that start with `$` are commands. The lines
+after a command must occur in its output, in this order; `...` matches anything. Commands run as written, except that
+training is limited to a few steps of a small model. A text block right after a Python block is its expected output.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 BLOCKS = [
-    pytest.param(kind, text, printed, id=f"{page.name}-{number}")
+    pytest.param(kind, text, output, id=f"{page.name}-{number}")
     for page in PAGES
     if page.name != "README.md"
-    for number, (kind, text, printed) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), 1)
+    for number, (kind, text, output) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), 1)
 ]
 
 
@@ -55,7 +55,7 @@ def fill_directory(toy: Path, path: Path) -> None:
     (path / "forms.tsv").write_text(
         "".join(f"{s}\tN;{n}\t{s}{n.lower()}\n" for s, _ in rows[:40] for n in ("SG", "PL"))
     )
-    # Some blocks write files that later blocks use. Write them here too, because blocks run in any order.
+    # Some blocks use files that earlier blocks write. Write them here too, because blocks run in any order.
     (path / "corpus").mkdir()
     (path / "corpus" / "a.tsv").write_text(pairs)
     (path / "corpus" / "b.tsv").write_text((toy / "test.tsv").read_text())
@@ -66,19 +66,19 @@ def fill_directory(toy: Path, path: Path) -> None:
         shutil.copytree(toy / "run", path / "runs" / name)
     (path / "book.txt").write_text("the cat sat on the mat\nand the dog sat on the log\n\n" * 30)
     (path / "topics.tsv").write_text("".join(f"{s}\t{'long' if len(s) > 3 else 'short'}\n" for s, _ in rows))
-    draw = np.random.default_rng(1)
-    np.savez(path / "digits.npz", images=draw.integers(0, 17, (60, 8, 8), np.uint8), labels=np.arange(60) % 10)
+    rng = np.random.default_rng(1)
+    np.savez(path / "digits.npz", images=rng.integers(0, 17, (60, 8, 8), np.uint8), labels=np.arange(60) % 10)
     runs = (("lm", "book.txt", "lm"), ("masked", "book.txt", "masked"), ("classify", "topics.tsv", "topics"))
     for task, data, name in runs:
-        order = ["--task", task, "--data", path / data, "--out", path / "runs" / name, "--source-tokens", "char"]
-        result = call("train", *order, "--steps", 2, "--workers", 1, *small())
+        arguments = ["--task", task, "--data", path / data, "--out", path / "runs" / name, "--source-tokens", "char"]
+        result = call("train", *arguments, "--steps", 2, "--workers", 1, *small())
         assert result.code == 0, result.err
 
 
-@pytest.mark.parametrize(("kind", "text", "printed"), BLOCKS)
-def test_block(kind, text, printed, directory, monkeypatch):
+@pytest.mark.parametrize(("kind", "text", "output"), BLOCKS)
+def test_documentation_block_runs(kind, text, output, directory, monkeypatch):
     monkeypatch.chdir(directory)
-    run_block(kind, text, printed)
+    run_block(kind, text, output)
 
 
 def test_readme_tour_runs_after_the_demo(tmp_path, monkeypatch):
@@ -93,11 +93,11 @@ def test_readme_tour_runs_after_the_demo(tmp_path, monkeypatch):
         run_block(*block)
 
 
-def run_block(kind: str, text: str, printed: str) -> None:
+def run_block(kind: str, text: str, output: str) -> None:
     if kind == "python":
         with redirect_stdout(StringIO()) as out:
             exec(compile(text, "docs", "exec"), {})
-        assert not printed or out.getvalue() == printed
+        assert not output or out.getvalue() == output
         return
     for command, expected in commands(text):
         result = shell(command)
@@ -164,11 +164,11 @@ def test_every_setting_is_documented(page, kind):
     assert [name for name in kind.model_fields if f"`{name}`" not in rows] == []
 
 
-LINKING = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "BENCHMARKS.md", "docs/families/README.md"))]
+PAGES_WITH_LINKS = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "BENCHMARKS.md", "docs/families/README.md"))]
 
 
-def test_links_lead_to_files_and_headings():
-    for page in LINKING:
+def test_links_point_to_existing_files_and_headings():
+    for page in PAGES_WITH_LINKS:
         for name, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
             file = page.parent / name if name else page
             assert file.exists(), f"{page.name}: {name}"
@@ -216,7 +216,7 @@ def test_pre_commit_runs_the_checks_of_ci():
         (["position=learned"], 64.1),
     ],
 )
-def test_sizes_in_the_table_of_variations(settings, millions):
+def test_model_sizes_in_the_docs_equal_the_counts(settings, millions):
     from regard.cost.describe import count_parameters
     from regard.model import on_meta
     from regard.presets import changed_recipe, model_without_data

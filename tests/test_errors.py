@@ -1,4 +1,4 @@
-"""Suggestions for names from other toolkits, counts in messages, and out-of-memory errors."""
+"""Suggestions for unknown names, plural nouns in messages, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 FIELDS = {name for value in (Config, Stack, Data, Recipe, Text, Train, Options) for name in value.model_fields}
 
 
-def test_every_synonym_stands_for_an_existing_name():
+def test_every_synonym_refers_to_an_existing_name():
     options = {option for verb in VERBS for parameter in load_verb(verb).params for option in parameter.opts}
     options |= {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
     known = FIELDS | set(VERBS) | set(TASKS) | {option.removeprefix("--").replace("-", "_") for option in options}
@@ -123,7 +123,7 @@ def test_keys_with_a_stack_prefix_suggest_the_key_of_that_stack(stack, key):
 
 
 @pytest.mark.parametrize(
-    ("word", "meanings"),
+    ("word", "suggestions"),
     [
         ("ppl", ["perplexity", "perplexity", "pseudo_perplexity", "loss"]),
         ("acc", ["accuracy", None, "accuracy", "accuracy"]),
@@ -131,9 +131,9 @@ def test_keys_with_a_stack_prefix_suggest_the_key_of_that_stack(stack, key):
         ("bpc", [None, "bits_per_char", None, None]),
     ],
 )
-def test_only_available_metrics_are_suggested(word, meanings):
-    places = [METRICS, TASKS["lm"].evaluation, TASKS["masked"].evaluation, get_args(Metric)]
-    assert [nearest(word, place) for place in places] == meanings
+def test_only_available_metrics_are_suggested(word, suggestions):
+    name_lists = [METRICS, TASKS["lm"].evaluation, TASKS["masked"].evaluation, get_args(Metric)]
+    assert [nearest(word, names) for names in name_lists] == suggestions
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_gpu_suggests_cuda():
 def test_names_from_other_toolkits_suggest_decoding_options(word, key):
     with pytest.raises(UserError, match=f"{word}: no such key; did you mean '{key}'"):
         Options.of(**{word: 1})
-    option, right = (f"--{name.replace('_', '-')}" for name in (word, key))
-    assert f"no such option: {option}; did you mean '{right}'?" in call("generate", "run", option, 1).err
+    option, suggestion = (f"--{name.replace('_', '-')}" for name in (word, key))
+    assert f"no such option: {option}; did you mean '{suggestion}'?" in call("generate", "run", option, 1).err
 
 
 @pytest.mark.parametrize(
@@ -206,15 +206,15 @@ def test_synonyms_are_preferred_to_similar_names():
     assert closest("nothing_like_it", ["lr"]) == ""
 
 
-def test_plural():
+def test_plural_nouns_follow_their_count():
     assert [plural(n, "batch") for n in (0, 1, 2, 3000)] == ["0 batches", "1 batch", "2 batches", "3,000 batches"]
     words = ["line", "process", "hypothesis", "patch", "prefix", "epoch", "entry"]
-    many = ["lines", "processes", "hypotheses", "patches", "prefixes", "epochs", "entries"]
-    assert [plural(2, w)[2:] for w in words] == many and [plural(1, w)[2:] for w in words] == words
+    plurals = ["lines", "processes", "hypotheses", "patches", "prefixes", "epochs", "entries"]
+    assert [plural(2, w)[2:] for w in words] == plurals and [plural(1, w)[2:] for w in words] == words
     assert [plural(n, "minute", "g") for n in (0.5, 1.0, 2.0)] == ["0.5 minutes", "1 minute", "2 minutes"]
 
 
-def test_commands_that_install_extras_work_in_a_clone():
+def test_documented_extras_exist_and_are_installed_from_a_clone():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")]
     assert not [file for file in (*files, *ROOT.glob("src/**/*.py")) if "regard[" in file.read_text(encoding="utf-8")]

@@ -52,24 +52,24 @@ def pair(name: str, kind: str, preset_name: str, **sizes: Any) -> tuple[nn.Modul
     return load_weights(import_file(name), kind, model, **sizes), model
 
 
-def test_transformer() -> None:
+def test_transformer_equals_its_preset() -> None:
     theirs, model = pair("transformer", "Transformer", "transformer-base", vocab=VOCAB, **SIZES)
     close(theirs(SOURCE, KEEP, TEXT), model(SOURCE, KEEP, TEXT))
 
 
-def test_bahdanau() -> None:
+def test_bahdanau_equals_its_preset() -> None:
     single = {"encoder": {"layers": 1}, "decoder": {"layers": 1}}
     theirs, model = pair("rnn_attention", "Bahdanau", "rnn-bahdanau", vocab=VOCAB, width=12, changes=single)
     close(theirs(SOURCE, TEXT), model(SOURCE, None, TEXT))
 
 
-def test_luong() -> None:
+def test_luong_equals_its_preset() -> None:
     theirs, model = pair("rnn_attention", "Luong", "rnn-luong", vocab=VOCAB, width=12, layers=2)
     close(theirs(SOURCE, TEXT), model(SOURCE, None, TEXT))
 
 
-def test_bert() -> None:
-    """Masked tokens, and the pooler on top of the same layers."""
+def test_bert_equals_its_preset() -> None:
+    """Compare the logits and the output of the pooler."""
     theirs, model = pair("bert", "BERT", "bert-base", vocab=VOCAB, length=20, **SIZES, changes={"pooler": True})
     kinds = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]])
     x = model.hidden(SOURCE, KEEP, types_BS=kinds)
@@ -77,7 +77,7 @@ def test_bert() -> None:
     close(theirs.pool(SOURCE, KEEP, kinds), model.pool(x))
 
 
-def test_gpt2() -> None:
+def test_gpt2_equals_its_preset() -> None:
     theirs, model = pair("gpt2", "GPT2", "gpt2", vocab=VOCAB, length=20, **SIZES)
     close(theirs(TEXT), model(TEXT, None))
     x, state = model.read(TEXT, State(()))
@@ -90,8 +90,8 @@ def test_gpt2() -> None:
     assert torch.equal(theirs.generate(TEXT, 5), output)
 
 
-def test_t5() -> None:
-    """Including distances that share a bucket."""
+def test_t5_equals_its_preset() -> None:
+    """Compare a short text, and a long text whose distances share buckets."""
     sizes = SIZES | {"vocab": VOCAB, "head_width": 5}
     theirs, model = pair("t5", "T5", "t5-small", **sizes)
     close(theirs(SOURCE, KEEP, TEXT), model(SOURCE, KEEP, TEXT))
@@ -100,13 +100,13 @@ def test_t5() -> None:
 
 
 @pytest.mark.parametrize(("name", "kv_heads"), [("llama-2-7b", 2), ("llama-2-70b", 1), ("llama-3-8b", 1)])
-def test_llama(name: str, kv_heads: int) -> None:
+def test_llama_equals_its_preset(name: str, kv_heads: int) -> None:
     base = shrunk(name).decoder.rotary.base
     theirs, model = pair("llama", "Llama", name, vocab=VOCAB, kv_heads=kv_heads, base=base, **SIZES)
     close(theirs(TEXT), model(TEXT, None))
 
 
-def test_transformer_xl() -> None:
+def test_transformer_xl_equals_its_preset() -> None:
     """Three segments; the memory is too short for all tokens before the last one."""
     sizes = SIZES | {"vocab": VOCAB, "memory": 7}
     short = {"decoder": {"memory": 7}}
@@ -128,8 +128,8 @@ def reformer() -> tuple[nn.Module, Model]:
 
 
 @pytest.mark.parametrize("length", [6, 16, 24, 28])
-def test_reformer(length: int) -> None:
-    """With exact and with hashed attention."""
+def test_reformer_equals_its_preset(length: int) -> None:
+    """Short texts use exact attention, long texts hashed attention."""
     theirs, model = reformer()
     text = torch.arange(3 * length).view(3, length) ** 2 % VOCAB
     close(theirs(text), model(text, None))
@@ -142,7 +142,7 @@ def test_reformer_layer_is_invertible() -> None:
         close(a, b)
 
 
-def test_vit() -> None:
+def test_vit_equals_its_preset() -> None:
     sizes = SIZES | {"classes": 7, "size": IMAGE["size"], "patches": 19, "channels": IMAGE["channels"]}
     theirs, model = pair("vit", "ViT", "vit-base", **sizes)
     close(theirs(pixels()), model(pixels(), None)[:, 0])
@@ -197,8 +197,8 @@ def test_family_table_has_the_values_of_the_presets() -> None:
     assert names == PRESETS.keys()
 
 
-def test_the_example_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run it in the directory of the files, as a reader would."""
+def test_readme_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the example with the directory of the files on the import path."""
     text = (FOLDER / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert code is not None

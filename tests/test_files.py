@@ -104,7 +104,7 @@ def test_failed_write_leaves_only_the_old_directory(tmp_path: Path, where: str, 
     assert old is None or (names(path) == ["a"] and (path / "a").read_text() == old)
 
 
-def test_an_error_after_the_rename_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_after_the_rename_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems cannot sync a directory; the new file is already in place."""
     path = tmp_path / "x"
     path.write_text("old")
@@ -135,17 +135,17 @@ def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.
     fsync = os.fsync
     replace = os.replace
 
-    def logged(what: str, function: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: (calls.append(what), function(*args))[1]
+    def log_calls(name: str, function: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: (calls.append(name), function(*args))[1]
 
-    monkeypatch.setattr(os, "fsync", logged("sync", fsync))
-    monkeypatch.setattr(os, "replace", logged("replace", replace))
+    monkeypatch.setattr(os, "fsync", log_calls("sync", fsync))
+    monkeypatch.setattr(os, "replace", log_calls("replace", replace))
     replace_file(tmp_path / "x", write_all)
     assert calls == ["sync", "replace", "sync"]
 
 
 def test_all_files_of_a_directory_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Including files in subdirectories."""
+    """Files in subdirectories are synced too."""
     synced_names: list[str] = []
     sync = files.sync
     monkeypatch.setattr(files, "sync", lambda p: (synced_names.append(p.name), sync(p))[1])
@@ -230,7 +230,7 @@ def test_missing_json_is_a_user_error(tmp_path: Path) -> None:
 # Locks
 
 
-HOLD = """
+HOLD_LOCK_SCRIPT = """
 import sys
 from pathlib import Path
 from regard.files import hold_lock
@@ -243,7 +243,7 @@ with hold_lock(Path(sys.argv[1]), "run"):
 @contextmanager
 def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds a lock."""
-    command = [sys.executable, "-c", HOLD, str(path)]
+    command = [sys.executable, "-c", HOLD_LOCK_SCRIPT, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -267,25 +267,25 @@ def test_lock_has_one_holder_and_ends_with_its_process(tmp_path: Path, killed: b
     assert names(tmp_path) == []
 
 
-def test_a_lock_is_retried_if_its_holder_removes_the_file(tmp_path: Path, monkeypatch) -> None:
+def test_lock_is_retried_if_its_holder_removes_the_file(tmp_path: Path, monkeypatch) -> None:
     """The holder may remove the file between open and lock; a lock on the removed file would exclude no one."""
     path = tmp_path / "lock"
     try_lock = files._try_lock
     attempts = []
 
-    def late(handle: int) -> bool | None:
+    def remove_and_lock(handle: int) -> bool | None:
         if not attempts:
             path.unlink()
         attempts.append(handle)
         return try_lock(handle)
 
-    monkeypatch.setattr(files, "_try_lock", late)
+    monkeypatch.setattr(files, "_try_lock", remove_and_lock)
     with hold_lock(path, "run") as is_locked, pytest.raises(UserError, match="is writing here"), hold_lock(path, "run"):
         raise AssertionError
     assert is_locked and len(attempts) == 3
 
 
-def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch) -> None:
+def test_lock_on_a_file_system_without_locks_is_reported_as_not_held(tmp_path: Path, monkeypatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -15,7 +15,7 @@ from regard.loss import Loss, Objective, output_loss
 from regard.model import Model
 
 VOCAB = 13
-EVERY = [*BOTH, *DECODERS, *ENCODERS]
+FAMILIES = [*BOTH, *DECODERS, *ENCODERS]
 SOURCES = [[5, 6, 7, 3], [8, 3], [9, 10, 3]]
 TARGETS = [[7, 7, 3], [4, 5, 6, 8, 3], [3]]
 
@@ -72,7 +72,7 @@ def expected_loss(x: Tensor, weight: Tensor, label: Tensor, smoothing: float, bi
 def test_value_and_gradients_equal_cross_entropy(
     count: int, vocab: int, smoothing: float, chunk: int, data: st.DataObject
 ) -> None:
-    """For any chunk size, with logits far from zero and further operations after the loss."""
+    """For any chunk size, with large logits and a loss that is scaled before the backward pass."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     x = torch.randn(count, 5, generator=generator) * 3 + 1
     weight = torch.randn(vocab, 5, generator=generator) * 2
@@ -94,7 +94,7 @@ def test_value_and_gradients_equal_cross_entropy(
     assert not actual.correct.requires_grad
 
 
-def test_double_precision() -> None:
+def test_gradients_equal_cross_entropy_in_double_precision() -> None:
     x, weight = (torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (20, 7))
     label = torch.arange(20) % 7
     actual = torch.autograd.grad(output_loss(x, weight, label, 0.1).smoothed, (x, weight))
@@ -114,10 +114,10 @@ def test_large_logits_do_not_overflow() -> None:
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> None:
-    """Position by position from the full logits; padding has no effect on value and gradient."""
+    """Compare with a loop over the positions of the full logits; padding affects neither the value nor the gradient."""
     model = build(name)
     whole = batch(name=name)
     actual = Objective(model, smoothing)(whole)
@@ -146,7 +146,7 @@ def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> N
             torch.testing.assert_close(gradients[n], p.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_parts_of_a_batch_sum_to_the_whole(name: str) -> None:
     """Any split of a batch over steps or processes has the same sum and gradient as the whole batch."""
     objective = Objective(build(name), 0.1)
@@ -179,17 +179,17 @@ def test_loss_is_equal_without_gradients(smoothing: float) -> None:
     assert not without_gradients.smoothed.requires_grad
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_half_precision_is_close(name: str) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_in_bf16_is_close_to_fp32(name: str) -> None:
     objective = Objective(build(name), 0.1)
     whole = batch(name=name)
     with torch.autocast("cpu", torch.bfloat16):
-        half = objective(whole)
-    half.smoothed.backward()
-    assert half.smoothed.dtype == torch.float32
+        bf16_loss = objective(whole)
+    bf16_loss.smoothed.backward()
+    assert bf16_loss.smoothed.dtype == torch.float32
     assert all(p.grad.isfinite().all() for p in objective.parameters() if p.grad is not None)
     objective.segment_memory = None
-    assert half.smoothed.item() == pytest.approx(objective(whole).smoothed.item(), rel=0.05)
+    assert bf16_loss.smoothed.item() == pytest.approx(objective(whole).smoothed.item(), rel=0.05)
 
 
 def greedy(model: Model, example: Batch, length: int) -> Tensor:
@@ -206,12 +206,12 @@ def greedy(model: Model, example: Batch, length: int) -> Tensor:
 
 @pytest.mark.parametrize("name", BOTH)
 def test_sampling_with_rate_one_reads_only_predictions(name: str) -> None:
-    """Equal to teacher forcing on the predictions, and to plain teacher forcing if these equal the target."""
+    """The loss equals teacher forcing on the predictions, which is plain teacher forcing if they equal the target."""
     model = build(name)
     whole = batch()
-    own = greedy(model, whole, whole.input_BT.shape[1])
-    inputs = torch.cat((whole.input_BT[:, :1], own[:, :-1]), 1)
-    for labels in (whole.label_BT, own):
+    predictions = greedy(model, whole, whole.input_BT.shape[1])
+    inputs = torch.cat((whole.input_BT[:, :1], predictions[:, :-1]), 1)
+    for labels in (whole.label_BT, predictions):
         example = whole._replace(label_BT=labels, input_BT=torch.cat((whole.input_BT[:, :1], labels[:, :-1]), 1))
         actual = Objective(model, 0.1, scheduled_sampling=1.0).train()(example)
         forced = Objective(model, 0.1).train()(example._replace(input_BT=inputs))
@@ -233,12 +233,12 @@ def test_sampling_with_rate_one_half_trains_every_parameter() -> None:
     objective = Objective(model, 0.1, scheduled_sampling=0.5).train()
     torch.manual_seed(0)
     values = {round(objective(whole).smoothed.item(), 3) for _ in range(12)}
-    assert len(values) > 2  # every draw gives another mixture
+    assert len(values) > 2  # each draw mixes labels and predictions differently
     objective(whole).smoothed.backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-def test_a_language_model_continues_from_its_segment_memory() -> None:
+def test_language_model_continues_from_its_segment_memory() -> None:
     """With segment memory, the segments sum to the loss of the whole text; without it, to that of separate texts."""
     model = build("transformer-xl").eval()
     text = torch.randint(4, VOCAB, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -258,7 +258,7 @@ def test_a_language_model_continues_from_its_segment_memory() -> None:
     torch.testing.assert_close(losses(objective, 4, 4, 4)[0], first)
 
 
-def test_a_model_without_an_output_layer_cannot_be_trained() -> None:
+def test_model_without_an_output_layer_cannot_be_trained() -> None:
     model = Model(shrunk("bert-base", VOCAB, {"output": "none", "output_bias": False}))
     with pytest.raises(ValueError, match="without an output layer"):
         Objective(model)(batch(name="bert-base"))

@@ -18,8 +18,8 @@ BATCH = 16
 
 def stream(blocks: int, seed: int) -> Tensor:
     """Random blocks, each twice. A segment is one block, so a repeated block is in the previous segment."""
-    draws = torch.Generator().manual_seed(seed)
-    ids = torch.randint(4, 4 + LETTERS, (BATCH, blocks, 1, BLOCK), generator=draws)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 4 + LETTERS, (BATCH, blocks, 1, BLOCK), generator=generator)
     return ids.expand(-1, -1, 2, -1).flatten(1)
 
 
@@ -64,18 +64,19 @@ def model_with_memory() -> Model:
     return train(with_memory=True)
 
 
-def test_copying_needs_the_memory(model_with_memory):
+def test_model_copies_only_with_its_memory(model_with_memory):
     assert copy_accuracy(model_with_memory, with_memory=True) > 0.95
     assert copy_accuracy(model_with_memory, with_memory=False) < 0.3
 
 
 def test_memory_may_be_longer_than_in_training(model_with_memory):
     decoder = model_with_memory.decoder
-    decoder.memory, short = 4 * BLOCK, decoder.memory
+    trained_memory = decoder.memory
+    decoder.memory = 4 * BLOCK
     try:
         assert copy_accuracy(model_with_memory, with_memory=True) > 0.9
     finally:
-        decoder.memory = short
+        decoder.memory = trained_memory
 
 
 def test_copying_is_not_learned_without_memory():

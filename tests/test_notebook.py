@@ -26,7 +26,7 @@ from regard.training.checkpoint import Best, Progress
 from regard.training.fit import TrainingReport
 
 EVIL = '<script>alert("&amp;")</script>\'"><img src=x onerror=alert(1)>'
-ALLOWED = {"table", "caption", "thead", "tbody", "tr", "th", "td", "p", "pre"}
+ALLOWED_TAGS = {"table", "caption", "thead", "tbody", "tr", "th", "td", "p", "pre"}
 
 
 class Reader(HTMLParser):
@@ -79,8 +79,8 @@ RESULTS = [
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
 def test_html_escapes_text(result):
     page = Reader(result._repr_html_())
-    assert page.tags <= ALLOWED and page.attributes <= {"style"}
-    if not isinstance(result, regard.Recipe):  # TOML has escapes of its own
+    assert page.tags <= ALLOWED_TAGS and page.attributes <= {"style"}
+    if not isinstance(result, regard.Recipe):  # shown as TOML, which escapes quotes
         assert EVIL in page.text
 
 
@@ -90,7 +90,7 @@ def test_repr_fits_one_line(result):
     assert repr(result).startswith(type(result).__name__)
 
 
-def test_run_and_its_results(toy):
+def test_run_and_its_results_have_repr_and_html(toy):
     run = regard.load(toy / "run")
     assert repr(run) == f"LoadedRun({str(toy / 'run')!r}, task pairs, {run.model.size:,} parameters)"
     page = Reader(run._repr_html_()).text
@@ -174,7 +174,6 @@ def test_html_of_a_long_list_is_truncated():
     ids=lambda value: type(value).__name__,
 )
 def test_repr_of_a_value_omits_defaults(value):
-
     names = {
         **vars(config),
         "Recipe": regard.Recipe,

@@ -1,4 +1,4 @@
-"""The drawings of docs/attention.md equal the output of their script, and have descriptions."""
+"""The drawings in docs/attention.md equal the output of their script, and each has a description."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "pictures" / "attention.py"
 PAGE = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
-DRAWN = sorted(file.stem for file in SCRIPT.parent.glob("attention-*.svg"))
+DRAWINGS = sorted(file.stem for file in SCRIPT.parent.glob("attention-*.svg"))
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -27,20 +27,20 @@ def script() -> ModuleType:
 
 
 def compare(drawing: str, expected: str) -> None:
-    """Compare drawings, up to a unit in the last digit: processors differ in the last bits of a sum."""
+    """Compare drawings with a tolerance of one unit in the last digit, because sums depend on the processor."""
     assert NUMBER.sub("#", drawing) == NUMBER.sub("#", expected), "run: python docs/pictures/attention.py"
     for number, other in zip(NUMBER.findall(drawing), NUMBER.findall(expected), strict=True):
         unit = 10.0 ** -len(number.partition(".")[2])
         assert float(number) == pytest.approx(float(other), abs=1.01 * unit), "run: python docs/pictures/attention.py"
 
 
-@pytest.mark.parametrize("name", [name for name in DRAWN if name != "attention-cross"])
+@pytest.mark.parametrize("name", [name for name in DRAWINGS if name != "attention-cross"])
 def test_drawing_is_up_to_date(script, name):
     compare(str(script.PICTURES[name]()), (SCRIPT.parent / f"{name}.svg").read_text(encoding="utf-8"))
 
 
 def test_drawing_of_a_trained_model_shows_the_reversal(script):
-    """Training differs between machines in more than the last bits, so only the position of the weight is compared."""
+    """Training differs between machines by more than rounding errors: compare only where the largest weights are."""
     drawing = str(script.PICTURES["attention-cross"]())
     for text in (drawing, (SCRIPT.parent / "attention-cross.svg").read_text(encoding="utf-8")):
         cells = re.findall(r'class="cell weight" x="([\d.]+)" y="([\d.]+)"[^>]*?(?:fill-opacity="([\d.]+)")?/>', text)
@@ -52,8 +52,8 @@ def test_drawing_of_a_trained_model_shows_the_reversal(script):
 
 
 def test_every_drawing_is_shown_and_described(script):
-    assert sorted(script.PICTURES) == DRAWN
-    for name in DRAWN:
+    assert sorted(script.PICTURES) == DRAWINGS
+    for name in DRAWINGS:
         descriptions = re.findall(rf"!\[([^\]]+)\]\(pictures/{name}\.svg\)", PAGE)
         assert len(descriptions) == 1 and len(descriptions[0]) > 40, name
         picture = ElementTree.fromstring((SCRIPT.parent / f"{name}.svg").read_bytes())

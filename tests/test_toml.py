@@ -1,3 +1,5 @@
+"""Writing TOML."""
+
 from __future__ import annotations
 
 import tomllib
@@ -25,11 +27,11 @@ def test_toml_round_trip(tables: dict[str, Any]) -> None:
 
 @given(st.floats())
 def test_floats_keep_every_bit_and_stay_floats(number: float) -> None:
-    back = tomllib.loads(to_toml({"x": number}))["x"]
-    assert isinstance(back, float) and repr(back) == repr(number)
+    parsed_number = tomllib.loads(to_toml({"x": number}))["x"]
+    assert isinstance(parsed_number, float) and repr(parsed_number) == repr(number)
 
 
-def test_none_is_left_out_and_lone_surrogates_are_replaced() -> None:
+def test_none_is_omitted_and_lone_surrogates_are_replaced() -> None:
     assert tomllib.loads(to_toml({"a": None, "b": {"c": None}, "d": "x\ud800"})) == {"b": {}, "d": "x\ufffd"}
 
 
