@@ -28,7 +28,7 @@ SEED = 13
 LETTERS = ["abcab", "bca"]
 
 
-def foreign() -> ForeignTokenizer:
+def foreign_tokenizer() -> ForeignTokenizer:
     names = ["<pad>", "<unk>", "<s>", "</s>", "a", "b", "c", "ab"]
     library = Library(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
     library.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
@@ -41,13 +41,13 @@ def codec_of(name: str, number: int) -> Codec:
     mask = "bert" in name
     kinds = ("char", "word", "byte", "bpe:270", "unigram:270", "nfd", "space")
     if number % 8 == 7 and not mask:
-        return Codec(foreign())
+        return Codec(foreign_tokenizer())
     return Codec(Tokenizer.train(kinds[number % 8 % len(kinds)], LETTERS, mask=mask))
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A small run of every family, one with features and two tokenizers, and a trained one."""
+    """A small run of every family, and one with features and two tokenizers."""
     directory = tmp_path_factory.mktemp("bases")
     for number, name in enumerate([*BOTH, *DECODERS, *ENCODERS]):
         codec = codec_of(name, number)
@@ -62,9 +62,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(directory.iterdir())
 
 
-def use(path: Path, draw: Random | None = None) -> None:
-    """Load and use a run; with `draw`, mostly without its manifest."""
-    if draw is not None and draw.random() < 0.75 and (path / MANIFEST).is_file():
+def use(path: Path, rng: Random | None = None) -> None:
+    """Load and use a run; with `rng`, usually after removing its manifest."""
+    if rng is not None and rng.random() < 0.75 and (path / MANIFEST).is_file():
         (path / MANIFEST).unlink()
     run = regard.load(path, verify=True)
     if run.task.reads == "images":
@@ -107,8 +107,8 @@ def test_many_mutated_runs_are_refused(bases: list[Path], tmp_path: Path, start:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    config = shrunk(BOTH[0], foreign().size)
-    Run(config, Codec(foreign()), build(config), Path("run")).save(tmp_path / "run")
+    config = shrunk(BOTH[0], foreign_tokenizer().size)
+    Run(config, Codec(foreign_tokenizer()), build(config), Path("run")).save(tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -121,11 +121,11 @@ def edit(path: Path, *keys: Any, to: Any) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_token_id_beyond_any_vocabulary_is_refused(run: Path, own: bool) -> None:
+@pytest.mark.parametrize("is_own_tokenizer", [True, False], ids=["own", "foreign"])
+def test_token_id_beyond_any_vocabulary_is_refused(run: Path, is_own_tokenizer: bool) -> None:
     """The tokenizer library would allocate a table of this size and abort."""
     path = run / "tokenizer.json"
-    if own:
+    if is_own_tokenizer:
         Tokenizer.train("word", ["a b c"]).save(path)
         edit(run / "config.json", "text", "ids", to=None)
     (run / MANIFEST).unlink()
@@ -143,7 +143,7 @@ def test_vocabulary_size_beyond_the_model_is_refused(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", MANIFEST])
-def test_links_out_of_the_run_are_refused(run: Path, name: str) -> None:
+def test_links_that_leave_the_run_are_refused(run: Path, name: str) -> None:
     (run / name).rename(run.parent / name)
     (run / name).symlink_to(run.parent / name)
     with pytest.raises(UserError, match=f"{name}: points out of its directory"):
@@ -216,7 +216,7 @@ def test_run_without_a_manifest_loads_and_accept_adds_one(run: Path) -> None:
     assert "needs a run directory" in call("info", "bert-base", "--verify").err
 
 
-def test_a_killed_rewrite_leaves_a_valid_manifest(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_rewrite_leaves_a_valid_manifest(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rewritten file has no entry until its new entry is written, as in runs without a manifest."""
     loaded = Run.load(run)
     for number in range(5):  # the process is killed after each write in turn

@@ -42,9 +42,9 @@ VARIANTS: dict[str, dict[str, object]] = {
     "pruned groups": {"position": "alibi", "heads": 4, "kv_heads": 2, "kept_heads": ((0, 1, 2), (0, 3)), "window": 2},
     "pruned rotary": {"position": "rotary", "heads": 6, "kv_heads": 3, "kept_heads": ((1, 2, 3), (0, 1))},
     "gru": GRU,
-    "lstm fed": LSTM | {"input_feeding": True, "score": "concat"},
-    "gru first": GRU | {"attend_first": True, "score": "cosine"},
-    "lstm first fed": LSTM | {"attend_first": True, "input_feeding": True, "score": "location"},
+    "lstm input feeding": LSTM | {"input_feeding": True, "score": "concat"},
+    "gru attend first": GRU | {"attend_first": True, "score": "cosine"},
+    "lstm attend first input feeding": LSTM | {"attend_first": True, "input_feeding": True, "score": "location"},
     "gru local step": GRU | {"cross_window": 1, "score": "general"},
     "lstm local predicted": LSTM | {"cross_window": 2, "cross_center": "predicted", "input_feeding": True},
 }
@@ -63,7 +63,7 @@ def config(name: str) -> Config:
     return Config(source_vocab=VOCAB, target_vocab=VOCAB + 2, **stacks)
 
 
-EVERY = pytest.mark.parametrize("name", [*BOTH, *VARIANTS, "attention to gru", "lstm to wider attention"])
+EVERY_MODEL = pytest.mark.parametrize("name", [*BOTH, *VARIANTS, "attention to gru", "lstm to wider attention"])
 LENGTHS = (5, 3, 1)
 SOURCE = torch.tensor([[5, 6, 7, 8, 3], [9, 4, 3, 0, 0], [3, 0, 0, 0, 0]])
 KEEP = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
@@ -78,7 +78,7 @@ def step_by_step(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, St
     return torch.stack(scores, 1), state
 
 
-@EVERY
+@EVERY_MODEL
 def test_fused_equals_eager(name: str) -> None:
     model = build(config(name))
     scores, maps = watched(model, SOURCE, KEEP, INPUT)
@@ -87,7 +87,7 @@ def test_fused_equals_eager(name: str) -> None:
         assert ((weights >= 0) & (weights.sum(-1, keepdim=True) < 1 + 1e-5)).all()
 
 
-@EVERY
+@EVERY_MODEL
 def test_cached_equals_full(name: str) -> None:
     model = build(config(name))
     full = model(SOURCE, KEEP, INPUT)
@@ -101,34 +101,34 @@ def test_cached_equals_full(name: str) -> None:
     assert state.length == 6
 
 
-@EVERY
+@EVERY_MODEL
 def test_padded_equals_unpadded(name: str) -> None:
-    """Also when the row is padded further than any row of the batch needs."""
+    """Also with more padding than the longest row of the batch requires."""
     model = build(config(name))
     longer = torch.zeros(3, 9, dtype=torch.long)
     longer_keep = torch.zeros(3, 9, dtype=torch.bool)
     longer[:, :5] = SOURCE
     longer_keep[:, :5] = KEEP
-    together = model(SOURCE, KEEP, INPUT)
+    batched = model(SOURCE, KEEP, INPUT)
     padded = model(longer, longer_keep, INPUT)
     for row, length in enumerate(LENGTHS):
         single = model(SOURCE[row : row + 1, :length], None, INPUT[row : row + 1])[0]
-        close(together[row], single)
+        close(batched[row], single)
         close(padded[row], single)
 
 
-@EVERY
+@EVERY_MODEL
 def test_batch_equals_single(name: str) -> None:
-    """Without padding. Later target tokens do not affect earlier ones."""
+    """Batches of equal lengths, without padding. Later target tokens do not affect earlier ones."""
     model = build(config(name))
     source = SOURCE[:1].repeat(3, 1).add(torch.arange(3)[:, None] % 2)
-    together = model(source, None, INPUT)
+    batched = model(source, None, INPUT)
     for row in range(3):
-        close(together[row], model(source[row : row + 1], None, INPUT[row : row + 1])[0])
-        close(together[row, :4], model(source[row : row + 1], None, INPUT[row : row + 1, :4])[0])
+        close(batched[row], model(source[row : row + 1], None, INPUT[row : row + 1])[0])
+        close(batched[row, :4], model(source[row : row + 1], None, INPUT[row : row + 1, :4])[0])
 
 
-@EVERY
+@EVERY_MODEL
 def test_later_tokens_do_not_affect_earlier_scores(name: str) -> None:
     """Changing a token changes its own scores, and leaves earlier scores bit-identical."""
     model = build(config(name))
@@ -141,7 +141,7 @@ def test_later_tokens_do_not_affect_earlier_scores(name: str) -> None:
         assert ((after[:, place] - before[:, place]).abs().amax(-1) > 1e-4).all()
 
 
-@EVERY
+@EVERY_MODEL
 def test_reordering_and_stepping_commute(name: str) -> None:
     model = build(config(name))
     _, state = step_by_step(model, INPUT[:, :3], model.encode(SOURCE, KEEP))
@@ -153,9 +153,9 @@ def test_reordering_and_stepping_commute(name: str) -> None:
     close(model.step(tokens[order], after_reordered)[0], model.step(tokens, after)[0][order])
 
 
-@EVERY
-def test_hypotheses_of_a_sentence_equal_repeated_sentences(name: str) -> None:
-    """Also after hypotheses are reordered and a sentence has ended."""
+@EVERY_MODEL
+def test_hypotheses_that_share_a_source_equal_repeated_sources(name: str) -> None:
+    """Also after hypotheses have been reordered and a sentence has ended."""
     model = build(config(name))
     beam = torch.arange(3).repeat_interleave(2)
     tokens = torch.arange(36).view(6, 6) * 7 % VOCAB
@@ -172,7 +172,7 @@ def test_hypotheses_of_a_sentence_equal_repeated_sentences(name: str) -> None:
     close(a, b)
 
 
-@EVERY
+@EVERY_MODEL
 def test_beams_read_several_tokens_at_once(name: str) -> None:
     """Hypotheses that share a source read a common prefix in one piece."""
     model = build(config(name))
@@ -184,7 +184,7 @@ def test_beams_read_several_tokens_at_once(name: str) -> None:
     close(model.predict(x), expected)
 
 
-@EVERY
+@EVERY_MODEL
 def test_left_padded_prefixes_equal_unpadded_prefixes(name: str) -> None:
     """Prefixes of different lengths, padded on the left, then one more token each."""
     model = build(config(name))
@@ -227,7 +227,9 @@ def stack_tables(draw: st.DrawFn) -> dict[str, object]:
 
 @given(stack_tables(), stack_tables(), st.booleans())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_equalities_of_any_combination(encoder: dict[str, object], decoder: dict[str, object], tied: bool) -> None:
+def test_equalities_hold_for_any_combination_of_settings(
+    encoder: dict[str, object], decoder: dict[str, object], tied: bool
+) -> None:
     stacks = {"encoder": Stack(**encoder), "decoder": Stack(**decoder)}
     model = build(Config(source_vocab=VOCAB, target_vocab=VOCAB, tie_output=tied, **stacks))
     full = model(SOURCE, KEEP, INPUT)
@@ -238,7 +240,7 @@ def test_equalities_of_any_combination(encoder: dict[str, object], decoder: dict
         close(model(SOURCE[row : row + 1, :length], None, INPUT[row : row + 1])[0], full[row])
 
 
-@EVERY
+@EVERY_MODEL
 def test_every_parameter_is_trained_and_stays_finite(name: str) -> None:
     """Every parameter has a gradient, and training gives no NaN."""
     model = build(config(name)).requires_grad_().train()
@@ -267,7 +269,7 @@ def test_embeddings_are_shared_tied_and_scaled_as_configured() -> None:
     close(inputs[1], plain.source_embedding(SOURCE))
 
 
-@EVERY
+@EVERY_MODEL
 def test_meta_model_has_the_shapes_of_the_real_model(name: str) -> None:
     real = Model(config(name))
     meta = on_meta(config(name))
@@ -289,7 +291,7 @@ print(*sys.modules)
     assert "regard.model" in modules and not {"torch._dynamo", "sympy"} & set(modules)
 
 
-def test_stacks_of_a_config() -> None:
+def test_stacks_property_contains_only_existing_stacks() -> None:
     both = config("transformer-tiny")
     assert both.stacks == {"encoder": both.encoder, "decoder": both.decoder}
     assert list(both.model_copy(update={"encoder": None}).stacks) == ["decoder"]
@@ -304,6 +306,6 @@ def test_equal_seeds_give_equal_weights() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(weights(1), weights(2), strict=True))
 
 
-def test_embeddings_start_with_unit_variance_once_scaled() -> None:
+def test_scaled_embeddings_start_with_unit_variance() -> None:
     model = Model(preset("transformer-tiny", 2000))
     assert model.source_embedding.weight.std().item() * 128**0.5 == pytest.approx(1, abs=0.02)

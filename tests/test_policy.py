@@ -1,4 +1,4 @@
-"""Rules that hold the code together, read off the files themselves."""
+"""Rules of the code base, checked by reading the source files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "regard"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# A module imports from its own layer or a lower one; a second test forbids cycles, so that a layer has an order too.
+# A module imports only from its own or lower layers. A separate test forbids import cycles within a layer.
 LAYERS = {
     "errors": 0, "suggest": 0, "files": 0, "config": 0, "tasks": 0, "recipe": 0, "notebook": 0,
     "parallel": 1, "nn": 1, "text": 1, "metrics": 1, "batch": 1, "device": 1,
@@ -44,36 +44,36 @@ def name_of(file: Path) -> str:
 
 
 def imports_of(file: Path) -> list[str]:
-    """Every name of ours that a file imports, at its top or inside a function."""
+    """The names of this package that a file imports, at its top or inside functions."""
     names = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            deeper = node.module == "regard"  # from regard import demo
-            names += [f"regard.{alias.name}" for alias in node.names] if deeper else [node.module or ""]
+            is_package = node.module == "regard"  # from regard import demo
+            names += [f"regard.{alias.name}" for alias in node.names] if is_package else [node.module or ""]
     return [name for name in names if name.split(".")[0] == "regard"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
 def test_imports_only_from_lower_layers(file):
     here = name_of(file)
-    assert here in LAYERS, f"{here} has no layer yet: give it one in this test"
+    assert here in LAYERS, f"{here} has no layer: add it to LAYERS"
     for name in imports_of(file):
         there = [*name.split("."), "__init__"][1]
         there = there if there in LAYERS else "__init__"
         if there == here or name == "regard.__version__":
             continue
-        assert LAYERS[there] <= LAYERS[here], f"{file.relative_to(ROOT)} imports {name}, which is above it"
+        assert LAYERS[there] <= LAYERS[here], f"{file.relative_to(ROOT)} imports {name} from a higher layer"
 
 
-def test_the_program_itself_is_light():
-    """Verbs import what they need, torch too; the program loads them when they are called."""
+def test_command_line_imports_no_heavy_module():
+    """A verb and its imports, such as torch, are loaded when the verb is called."""
     heavy = {"torch", "numpy", "pydantic", "sacrebleu", "tokenizers", *(f"regard.cli.{verb}" for verb in VERBS)}
     code = "import sys, regard.cli.app; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not heavy & set(loaded)
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not heavy & set(modules)
 
 
 def module_name(file: Path) -> str:
@@ -85,7 +85,7 @@ MODULES = {module_name(file): file for file in FILES}
 
 
 def edges_of(file: Path) -> set[str]:
-    """The modules of ours that a file imports, at its top or inside a function, but for type checkers alone."""
+    """The modules of this package that a file imports, except under `TYPE_CHECKING`."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -101,16 +101,16 @@ def edges_of(file: Path) -> set[str]:
     return edges & MODULES.keys() - {module_name(file)}
 
 
-def test_no_import_cycle():
+def test_imports_have_no_cycle():
     edges = {name: edges_of(file) for name, file in MODULES.items()}
-    while free := [name for name, others in edges.items() if not others & edges.keys()]:
-        for name in free:
+    while leaves := [name for name, others in edges.items() if not others & edges.keys()]:
+        for name in leaves:
             del edges[name]
-    assert not edges, f"a cycle is among, or behind: {sorted(edges)}"
+    assert not edges, f"these modules are part of an import cycle or import one: {sorted(edges)}"
 
 
 def test_no_two_modules_have_the_same_name():
-    verbs = [SOURCE / "cli" / f"{verb}.py" for verb in VERBS]  # named for what the user types
+    verbs = [SOURCE / "cli" / f"{verb}.py" for verb in VERBS]  # verbs are named after commands
     stems = [file.stem for file in FILES if file not in verbs and file.stem != "__init__"]
     assert sorted({stem for stem in stems if stems.count(stem) > 1}) == []
 
@@ -121,7 +121,7 @@ def test_no_two_public_classes_have_the_same_name():
     assert len(names) > 100 and [name for name, count in names.items() if count > 1] == []
 
 
-def test_no_module_is_long():
+def test_no_module_exceeds_600_lines():
     assert [name for name, file in MODULES.items() if len(file.read_text(encoding="utf-8").splitlines()) > 600] == []
 
 
@@ -130,7 +130,7 @@ def functions_of(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The parameters of a function, `self`, `cls`, `*args` and `**kwargs` left out."""
+    """The number of parameters of a function, without `self`, `cls`, `*args` and `**kwargs`."""
     names = [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])
 
@@ -153,8 +153,8 @@ def test_functions_are_short_and_have_few_parameters():
     assert problems == []
 
 
-def test_processes_are_started_and_forked_in_one_place():
-    """Only `parallel/children` starts processes, except the trial of bfloat16, which may crash its process."""
+def test_processes_are_started_in_one_module():
+    """Only `parallel/children` starts processes, except for the bfloat16 probe, which may crash its process."""
     names = {"os.fork", "os.posix_spawn", "subprocess.run", "subprocess.Popen", "asyncio.create_subprocess_exec"}
     starts = set()
     for file in FILES:
@@ -169,11 +169,11 @@ def test_processes_are_started_and_forked_in_one_place():
 def test_parallel_imports_no_torch():
     modules = [name for name in MODULES if name.startswith("regard.parallel")]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "numpy", "pydantic"} & set(loaded)
+    imports = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "pydantic"} & set(imports)
 
 
-def test_no_family_has_a_name_outside_presets_and_convert():
+def test_only_presets_convert_and_tasks_name_model_families():
     for file in FILES:
         if name_of(file) in ("presets", "convert", "tasks"):  # a task names its default preset
             continue
@@ -181,47 +181,47 @@ def test_no_family_has_a_name_outside_presets_and_convert():
             assert not re.search(FAMILIES, line, re.IGNORECASE), f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
 
 
-def questions_of(tree: ast.AST) -> list[str]:
-    """The places that ask for the kind of a model: whether it has a stack or patches, or which output."""
+def kind_checks_of(tree: ast.AST) -> list[str]:
+    """Expressions that check the kind of a model: whether it has a stack or patches, or which output."""
 
     def is_part(node: ast.AST, *names: str) -> bool:
         node = node.value if isinstance(node, ast.NamedExpr) else node
         return (isinstance(node, ast.Attribute) and node.attr in names) or getattr(node, "id", None) in names
 
-    questions = []
+    checks = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             values = [side.value for side in sides if isinstance(side, ast.Constant)]
             stack = None in values and any(is_part(side, "encoder", "decoder", "patches") for side in sides)
             output = any(isinstance(value, str) for value in values) and any(is_part(s, "output") for s in sides)
-            questions += [ast.unparse(node)] * (stack or output)
+            checks += [ast.unparse(node)] * (stack or output)
         tests = node.values if isinstance(node, ast.BoolOp) else [getattr(node, "test", None)]
         tests = [node.operand] if isinstance(node, ast.UnaryOp) else tests
         for test in tests:
             value = test.value if isinstance(test, ast.NamedExpr) else test
             if isinstance(value, ast.Attribute) and is_part(value, "encoder", "decoder", "patches"):
-                questions.append(ast.unparse(test))
-    return questions
+                checks.append(ast.unparse(test))
+    return checks
 
 
-def test_only_model_config_tasks_and_convert_ask_for_the_kind_of_model():
-    """All others ask the task, or a property such as `Model.decoder_only` and `Config.stacks`."""
+def test_only_model_config_tasks_and_convert_check_the_kind_of_model():
+    """Other modules use the task, or a property such as `Model.decoder_only` or `Config.stacks`."""
     for file in FILES:
         if name_of(file) not in ("model", "config", "tasks", "convert"):
-            questions = questions_of(ast.parse(file.read_text(encoding="utf-8")))
-            assert not questions, (file, questions)
+            checks = kind_checks_of(ast.parse(file.read_text(encoding="utf-8")))
+            assert not checks, (file, checks)
 
 
 @pytest.mark.parametrize(
     "code", ["c.encoder is None", "None != decoder", "if c.patches: pass", "not m.encoder", "(p := c.patches) is None",
              "x and c.decoder", "1 if (p := c.patches) else 2", "run.config.output == 'classes'"],
 )  # fmt: skip
-def test_questions_are_found(code):
-    assert questions_of(ast.parse(code))
+def test_checks_of_the_kind_of_model_are_detected(code):
+    assert kind_checks_of(ast.parse(code))
 
 
-def test_nothing_executes_what_it_reads():
+def test_no_module_executes_loaded_data():
     banned = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -231,11 +231,11 @@ def test_nothing_executes_what_it_reads():
                 )
                 assert not banned & {name.split(".")[0] for name in names}, file
             if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                if called == "torch.load" and file == SOURCE / "convert" / "read.py":  # the one place, tensors only
+                function = ast.unparse(node.func)
+                if function == "torch.load" and file == SOURCE / "convert" / "read.py":  # loads tensors only
                     assert "weights_only=True" in ast.unparse(node)
                     continue
-                assert called not in ("eval", "exec", "compile", "torch.load", "torch.save"), f"{file}: {called}"
+                assert function not in ("eval", "exec", "compile", "torch.load", "torch.save"), f"{file}: {function}"
 
 
 def test_no_print_in_the_library():
@@ -252,7 +252,7 @@ def test_every_shipped_recipe_loads(name):
     assert on_meta(model_without_data(load_recipe(tables, name), None, name)) is not None
 
 
-# The command line and what is written about it
+# The command line and its documentation
 
 
 def options_of(verb: str) -> set[str]:
@@ -261,42 +261,42 @@ def options_of(verb: str) -> set[str]:
     }
 
 
-def test_verbs_are_these():
+def test_command_line_has_exactly_the_expected_verbs():
     verbs = "average convert demo evaluate generate heads info inspect prune score serve train"
     assert sorted(VERBS) == verbs.split()
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_list_of_verbs_has_their_first_sentences(verb):
+def test_summary_of_a_verb_is_the_first_paragraph_of_its_help(verb):
     assert load_verb(verb).help.split("\n\n")[0] == VERBS[verb]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_option_is_documented_and_no_other(verb):
+def test_page_of_a_verb_documents_exactly_its_options(verb):
     text = (ROOT / "docs" / f"{verb}.md").read_text(encoding="utf-8")
-    mentioned = set(re.findall(r"--[a-z][a-z-]*", text))
-    assert options_of(verb) - mentioned == set()
-    assert mentioned - set().union(*map(options_of, VERBS)) == set()
+    documented = set(re.findall(r"--[a-z][a-z-]*", text))
+    assert options_of(verb) - documented == set()
+    assert documented - set().union(*map(options_of, VERBS)) == set()
     rows = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
     assert set(re.findall(r"--[a-z][a-z-]*", rows)) == options_of(verb)
 
 
-def test_generate_offers_everything_the_search_can_do():
-    offered = {option.removeprefix("--").replace("-", "_") for option in options_of("generate")}
-    assert set(Options.model_fields) - offered == set()
+def test_generate_has_an_option_for_every_decoding_setting():
+    options = {option.removeprefix("--").replace("-", "_") for option in options_of("generate")}
+    assert set(Options.model_fields) - options == set()
     decoding = {"prefix_column", "ensemble", "engine", "workers", "threads", "device", "ray"}
     others = {*decoding, "json", "jsonl", "stream", "out"}
-    assert offered - set(Options.model_fields) == others
+    assert options - set(Options.model_fields) == others
 
 
-def test_defaults_in_the_help_are_the_defaults():
+def test_help_shows_the_defaults_of_the_options():
     for parameter in load_verb("generate").params:
-        shown = re.search(r"\(default: (-?[0-9]+(?:\.[0-9]+)?)", parameter.help or "")
-        if shown and parameter.name in Options.model_fields and parameter.name != "max_length":
-            assert Options.model_fields[parameter.name].default == float(shown[1]), parameter.name
+        match = re.search(r"\(default: (-?[0-9]+(?:\.[0-9]+)?)", parameter.help or "")
+        if match and parameter.name in Options.model_fields and parameter.name != "max_length":
+            assert Options.model_fields[parameter.name].default == float(match[1]), parameter.name
 
 
-def test_the_readme_has_two_commands_and_ci_runs_both():
+def test_ci_runs_the_two_install_commands_of_the_readme():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]
     assert len(commands) == 2
@@ -310,17 +310,19 @@ def test_the_readme_has_two_commands_and_ci_runs_both():
 
 def test_help_is_quick():
     code = "import sys; sys.argv = ['regard', '--help']; from regard.cli.app import run; run(); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "numpy", "pydantic", "sacrebleu", "tokenizers"} & set(loaded)
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "pydantic", "sacrebleu", "tokenizers"} & set(modules)
     best = 9.0
-    for _ in range(5):  # of wall-clock and processor time the shorter: a busy machine is no fault of ours
-        began, spent = time.perf_counter(), children()
+    for _ in range(5):  # the shorter of wall-clock and processor time, so that a busy machine does not fail the test
+        wall_start = time.perf_counter()
+        processor_start = processor_seconds()
         subprocess.run([sys.executable, "-m", "regard", "--help"], capture_output=True, check=True)
-        best = min(best, time.perf_counter() - began, children() - spent)
+        best = min(best, time.perf_counter() - wall_start, processor_seconds() - processor_start)
     assert best < 0.3
 
 
-def children() -> float:
+def processor_seconds() -> float:
+    """The processor time of ended child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -1,4 +1,4 @@
-"""Presets: parameter counts by hand and from papers; changes of presets."""
+"""Presets: parameter counts equal formulas and published counts; presets can be changed."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def count(config: Config) -> int:
     return sum(parameter.numel() for parameter in on_meta(config).parameters())
 
 
-def attention(stack: Stack, context: int, *, own: bool) -> int:
+def attention(stack: Stack, context: int, *, is_self: bool) -> int:
     """Query, key, value and output matrices with biases, and the additional weights of self-attention."""
     bias = int(stack.bias == "all")
     inner = stack.heads * stack.head
     shared = stack.kv * stack.head
     total = (stack.width + bias) * inner + 2 * (context + bias) * shared + (inner + bias) * stack.width
-    if own and stack.mixer == "lsh":
+    if is_self and stack.mixer == "lsh":
         total -= (stack.width + bias) * inner  # queries and keys share a matrix
-    if own and stack.position == "relative":
+    if is_self and stack.position == "relative":
         total += 2 * inner + stack.width * inner  # u, v and the matrix over distances
     return total
 
 
 def stack_parameters(stack: Stack, source: int | None) -> int:
-    """The parameters of layers, positions and norms of a Transformer, by hand."""
+    """The parameters of the layers, positions and norms of a Transformer stack, by formula."""
     bias = int(stack.bias != "none")
     norm = (2 if stack.norm == "layer" else 1) * stack.width
-    layer = attention(stack, stack.width, own=True) + norm
-    layer += 0 if source is None else attention(stack, source, own=False) + norm
+    layer = attention(stack, stack.width, is_self=True) + norm
+    layer += 0 if source is None else attention(stack, source, is_self=False) + norm
     layer += (2 if stack.gated else 1) * (stack.width + bias) * stack.ff + (stack.ff + bias) * stack.width + norm
     total = stack.layers * layer
     total += norm * (2 if stack.residual == "reversible" else 1) if stack.norm_at == "pre" else 0
@@ -46,7 +46,7 @@ def stack_parameters(stack: Stack, source: int | None) -> int:
 
 
 def transformer(config: Config) -> int:
-    """The parameters of embeddings, stacks and output layers, by hand."""
+    """The parameters of embeddings, stacks and output layers, by formula."""
     encoder = config.encoder
     decoder = config.decoder
     total = 0
@@ -71,7 +71,7 @@ def transformer(config: Config) -> int:
 
 
 def recurrent(config: Config) -> int:
-    """The parameters of a recurrent encoder-decoder, by hand."""
+    """The parameters of a recurrent encoder-decoder, by formula."""
     encoder = config.encoder
     decoder = config.decoder
     assert encoder is not None and decoder is not None
@@ -93,7 +93,7 @@ def recurrent(config: Config) -> int:
 
 @pytest.mark.parametrize("vocab", [None, 3700])
 @pytest.mark.parametrize("name", PRESETS)
-def test_parameter_counts_equal_counts_by_hand(name: str, vocab: int | None) -> None:
+def test_parameter_counts_equal_the_formulas(name: str, vocab: int | None) -> None:
     config = preset(name, vocab)
     assert count(config) == (recurrent if "rnn" in name else transformer)(config)
 
@@ -118,7 +118,7 @@ PAPERS = [
 
 
 @pytest.mark.parametrize(("name", "vocab", "published", "tolerance"), PAPERS, ids=[row[0] for row in PAPERS])
-def test_published_counts(name: str, vocab: int | None, published: float, tolerance: float) -> None:
+def test_counts_are_close_to_published_counts(name: str, vocab: int | None, published: float, tolerance: float) -> None:
     assert count(preset(name, vocab)) == pytest.approx(published, rel=tolerance)
 
 
@@ -139,13 +139,13 @@ RELEASES: list[tuple[str, dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "released"), RELEASES)
-def test_released_counts(name: str, changes: dict[str, Any], released: int) -> None:
+def test_counts_equal_those_of_released_weights(name: str, changes: dict[str, Any], released: int) -> None:
     assert count(preset(name, changes=changes)) == released
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_position_tables_have_the_usable_length(name: str) -> None:
-    """A position per patch and one for the class token."""
+def test_position_tables_have_a_row_per_position(name: str) -> None:
+    """An image has one position per patch and one for the class token."""
     config = preset(name)
     for stack in (config.encoder, config.decoder):
         if stack is not None and config.patches is not None:
@@ -154,7 +154,7 @@ def test_position_tables_have_the_usable_length(name: str) -> None:
             assert stack.max_length == stack.axial.rows * stack.axial.columns
 
 
-def varied(*settings: str) -> Config:
+def changed_base(*settings: str) -> Config:
     """transformer-base, changed by `--set` settings."""
     tables: dict[str, Any] = {}
     for setting in settings:
@@ -166,18 +166,18 @@ BASE = preset("transformer-base", 37_000)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 16, 32])
-def test_table_3_a(heads: int) -> None:
-    """The number of heads at the same amount of computation does not change the count."""
-    config = varied(f"heads={heads}")
+def test_number_of_heads_does_not_change_the_count(heads: int) -> None:
+    """Vaswani et al. 2017, table 3 (A)."""
+    config = changed_base(f"heads={heads}")
     assert config.encoder is not None
     assert config.encoder.head == 512 // heads
     assert count(config) == count(BASE)
 
 
 @pytest.mark.parametrize("width", [16, 32])
-def test_table_3_b(width: int) -> None:
-    """Narrower heads reduce the matrices of each of the 18 attentions."""
-    config = varied(f"head_width={width}")
+def test_narrow_heads_reduce_the_count(width: int) -> None:
+    """Table 3 (B): narrower heads reduce the matrices of each of the 18 attentions."""
+    config = changed_base(f"head_width={width}")
     removed = 8 * (64 - width)
     assert count(BASE) - count(config) == 18 * (4 * 512 * removed + 3 * removed)
 
@@ -186,16 +186,17 @@ def test_table_3_b(width: int) -> None:
     "changes",
     [["layers=2"], ["layers=4"], ["layers=8"], ["width=256"], ["width=1024"], ["ff=1024"], ["ff=4096"]],
 )
-def test_table_3_c(changes: list[str]) -> None:
-    config = varied(*changes)
+def test_layers_width_and_ff_change_the_count(changes: list[str]) -> None:
+    """Table 3 (C)."""
+    config = changed_base(*changes)
     key, value = changes[0].split("=")
     assert getattr(config.encoder, key) == getattr(config.decoder, key) == int(value)
     assert count(config) == transformer(config)
     assert (count(config) > count(BASE)) == (int(value) > getattr(BASE.encoder, key))
 
 
-def test_table_3_d() -> None:
-    """Dropout and label smoothing do not change shapes."""
+def test_dropout_and_label_smoothing_do_not_change_the_count() -> None:
+    """Table 3 (D)."""
     tables: dict[str, Any] = {}
     for setting in ("dropout=0.2", "label_smoothing=0.0"):
         assign(tables, setting)
@@ -206,9 +207,9 @@ def test_table_3_d() -> None:
     assert count(config) == count(BASE)
 
 
-def test_table_3_e() -> None:
-    """Learned positions: one table per stack."""
-    assert count(varied("position=learned", "model.max_length=512")) - count(BASE) == 2 * 512 * 512
+def test_learned_positions_add_one_table_per_stack() -> None:
+    """Table 3 (E)."""
+    assert count(changed_base("position=learned", "model.max_length=512")) - count(BASE) == 2 * 512 * 512
 
 
 def test_meta_model_may_be_larger_than_memory() -> None:
@@ -219,7 +220,7 @@ def test_meta_model_may_be_larger_than_memory() -> None:
     assert sum(p.numel() for p in q_k_v) == 3 * 8192**2  # 201 million
 
 
-def test_vocabularies() -> None:
+def test_vocabulary_sizes_override_the_published_ones() -> None:
     both = preset("transformer-base", source_vocab=50, target_vocab=60)
     assert (both.source_vocab, both.target_vocab, both.share_embeddings) == (50, 60, False)
     assert preset("transformer-base", 70).share_embeddings
@@ -229,7 +230,7 @@ def test_vocabularies() -> None:
         preset("transformer-base", source_vocab=50, target_vocab=60, changes={"share_embeddings": True})
 
 
-def test_a_vocabulary_of_zero_is_refused() -> None:
+def test_vocabulary_of_zero_is_refused() -> None:
     with pytest.raises(UserError, match="source_vocab"):
         preset("transformer-tiny", 0)
 
@@ -254,13 +255,13 @@ def test_changes_do_not_modify_the_presets() -> None:
     assert changes == {"encoder": {"layers": 1}, "decoder": {"layers": 3}, "tie_output": False}
 
 
-def test_a_stack_can_be_removed() -> None:
+def test_stack_can_be_removed() -> None:
     config = preset("transformer-tiny", 50, changes={"encoder": None})
     assert config.encoder is None
     assert config.decoder is not None
 
 
-def test_merge() -> None:
+def test_merge_replaces_values_and_merges_tables() -> None:
     base = {"a": 1, "b": {"c": 2, "d": 3}}
     assert merge(base, {"b": {"c": 4, "e": 5}, "f": 6}) == {"a": 1, "b": {"c": 4, "d": 3, "e": 5}, "f": 6}
     assert merge(base, {"b": None}) == {"a": 1, "b": None}

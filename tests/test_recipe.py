@@ -1,4 +1,4 @@
-"""Recipes and `--set`."""
+"""Recipe files and `--set` settings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tables_of(*settings: str) -> dict[str, Any]:
         ("feature_separator=", {"text": {"feature_separator": ""}}),
     ],
 )
-def test_setting_goes_to_its_table(setting: str, tables: dict[str, Any]) -> None:
+def test_setting_is_stored_in_its_table(setting: str, tables: dict[str, Any]) -> None:
     assert tables_of(setting) == tables
 
 
@@ -143,7 +143,7 @@ INTEGERS = st.integers(-(2**63), 2**63 - 1)  # the integers of TOML
 
 
 @given(st.one_of(INTEGERS, st.booleans(), st.floats(allow_nan=False), st.lists(INTEGERS, max_size=3)))
-def test_values_are_toml(value: object) -> None:
+def test_values_are_parsed_as_toml(value: object) -> None:
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     assert tables_of(f"train.lr={text}")["train"]["lr"] == tomllib.loads(f"x = {text}")["x"] == value
 
@@ -183,7 +183,7 @@ def test_contradictory_data_settings_are_refused(data: dict[str, str], message: 
     assert "data" in str(error.value)
 
 
-def test_an_empty_recipe_is_complete() -> None:
+def test_empty_recipe_is_complete() -> None:
     recipe = load_recipe({})
     assert recipe == Recipe()
     assert load_recipe(recipe.model_dump(mode="json")) == recipe
@@ -193,7 +193,7 @@ def test_recipes_do_not_share_their_tables() -> None:
     assert Recipe().model is not Recipe().model
 
 
-def test_reading_a_recipe(tmp_path: Path) -> None:
+def test_recipe_file_is_read_and_changed_by_a_setting(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text('preset = "rnn-luong"\n[model.decoder]\nscore = "dot"\n[train]\nlr = 1e-4\n', encoding="utf-8")
     tables = read_recipe(path)
@@ -203,7 +203,7 @@ def test_reading_a_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"lr = ", b"\xff\xfe", b"a = 1\na = 2\n", b"[train\n"])
-def test_unreadable_recipes(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_recipes_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.toml"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"a\.toml: not a readable TOML file: "):
@@ -217,7 +217,7 @@ def test_missing_recipes_are_refused(tmp_path: Path) -> None:
         read_recipe(tmp_path)
 
 
-def test_none_is_null_or_an_allowed_value() -> None:
+def test_none_is_null_unless_it_is_an_allowed_value() -> None:
     changes = tables_of("kv_heads=none", "bias=none", "position=none")["model"]
     stack = preset("transformer-tiny", 50, changes=changes).encoder
     assert stack is not None

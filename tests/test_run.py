@@ -246,7 +246,7 @@ def test_weights_survive_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_unwritable_paths_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("not a directory")
     with pytest.raises(UserError, match="file"):
         make().save(tmp_path / "file")
     with pytest.raises(UserError, match="cannot make this directory"):
@@ -309,7 +309,7 @@ def test_interrupted_average_leaves_no_directory(tmp_path: Path, monkeypatch: py
 def test_average_refuses_runs_that_differ(tmp_path: Path) -> None:
     save_run(tmp_path / "a")
     save_run(tmp_path / "b", name="transformer-small")
-    save_run(tmp_path / "c", text=codec("xyz"))  # the same sizes, other letters
+    save_run(tmp_path / "c", text=codec("xyz"))  # the same sizes, but other letters
     with pytest.raises(UserError, match="at least one"):
         average([], tmp_path / "out")
     for other in "bc":
