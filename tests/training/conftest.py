@@ -1,4 +1,4 @@
-"""What the tests of training share."""
+"""Shared fixtures of the training tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from regard.recipe import Recipe, load_recipe
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread, here and in processes started here; no pictures."""
+    """Use one thread in this process and its children, and draw no curves."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -28,8 +28,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
-    """The ranks that this test starts on this machine."""
-    started: list[Child] = []
+    """The child processes that the test starts as ranks."""
+    children: list[Child] = []
     start_template = regard.parallel.ranks.start_template
 
     def start(modules: Sequence[str]) -> Template:
@@ -37,20 +37,21 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
         start_child = template.start
 
         def record(*arguments: Any) -> Child:
-            started.append(start_child(*arguments))
-            return started[-1]
+            children.append(start_child(*arguments))
+            return children[-1]
 
         monkeypatch.setattr(template, "start", record)
         return template
 
     monkeypatch.setattr(regard.parallel.ranks, "start_template", start)
-    return started
+    return children
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> MakeRecipe:
-    """A function that makes a recipe on its own little data; keywords change its training settings."""
-    train, valid = write_pairs(tmp_path / "train.tsv", 120), write_pairs(tmp_path / "valid.tsv", 20, seed=2)
+    """Factory of recipes for a small dataset; keyword arguments override training settings."""
+    train = write_pairs(tmp_path / "train.tsv", 120)
+    valid = write_pairs(tmp_path / "valid.tsv", 20, seed=2)
 
     def make(model: dict[str, Any] | None = None, **settings: Any) -> Recipe:
         defaults = {"steps": 12, "batch_examples": 10, "validate_every": 4, "log_every": 3, "workers": 1, "warmup": 5}

@@ -1,3 +1,5 @@
+"""Checkpoints: saving, verification, removal, disk errors, and the choice of the best scores."""
+
 from __future__ import annotations
 
 import errno
@@ -23,7 +25,7 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7, dtype=torch.i
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.floats(0, 1e9))
-def test_progress_survives_json_to_the_last_bit(value: float, seconds: float) -> None:
+def test_progress_round_trips_through_json_exactly(value: float, seconds: float) -> None:
     progress = Progress(
         step=3,
         seconds=seconds,
@@ -34,7 +36,7 @@ def test_progress_survives_json_to_the_last_bit(value: float, seconds: float) ->
     assert Progress.model_validate_json(progress.model_dump_json()) == progress
 
 
-def test_the_last_step_is_found_and_older_ones_go(tmp_path: Path) -> None:
+def test_latest_checkpoint_is_used_and_older_ones_are_removed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.progress() is None
     for step in (5, 100_000_000, 20):
@@ -47,7 +49,7 @@ def test_the_last_step_is_found_and_older_ones_go(tmp_path: Path) -> None:
     assert checkpoints.steps() == [100_000_000]
 
 
-def test_a_step_saved_again_changes_only_its_numbers(tmp_path: Path) -> None:
+def test_saving_a_step_again_updates_only_its_progress(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(Progress(step=5), {"model": WEIGHTS})
     checkpoints.save(Progress(step=5, finished="steps"), {})
@@ -55,7 +57,7 @@ def test_a_step_saved_again_changes_only_its_numbers(tmp_path: Path) -> None:
     assert set(checkpoints.tensors(5, "model")) == {"a", "b"}
 
 
-def test_a_flipped_bit_in_a_checkpoint_is_named(tmp_path: Path) -> None:
+def test_error_names_the_checkpoint_file_with_a_flipped_bit(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(Progress(step=5), {"model": WEIGHTS, "optimizer": WEIGHTS})
     checkpoints.save(Progress(step=5, finished="steps"), {})
@@ -80,19 +82,20 @@ def test_a_flipped_bit_in_a_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_temporary_files_are_removed(tmp_path: Path) -> None:
-    """Whatever a kill can leave: our own names, those of prepared data, those of the safetensors library."""
-    training, unique = tmp_path / "training", uuid4().hex
+    """All kinds that a killed process can leave: of atomic writes, of prepared data, of the safetensors library."""
+    training = tmp_path / "training"
+    unique = uuid4().hex
     for directory in (f".step-00000007.{unique}.tmp", f".x.{unique}.tmp.old", "data.tmp", "data.tmp.old"):
         (training / directory).mkdir(parents=True)
         (training / directory / ".tmpAb3_xY").touch()
-    kept = [
+    expected = [
         tmp_path / ".keep.tmp",
         tmp_path / "data.tmp",
         training / "step-00000003/model.safetensors",
         training / "lock",
     ]
     for path in (
-        *kept,
+        *expected,
         tmp_path / f".model.safetensors.{unique}.tmp",
         tmp_path / ".tmpAbCdE3",
         training / ".tmpAbCdE3",
@@ -102,11 +105,11 @@ def test_temporary_files_are_removed(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.touch()
     Checkpoints(tmp_path).remove_temporary()
-    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(kept)
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(expected)
     assert sorted(p.name for p in training.iterdir()) == ["lock", "step-00000003", "uncut"]
 
 
-def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_file_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -121,7 +124,7 @@ def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         checkpoints.remove_old(kept=[])
 
 
-def test_weights_are_as_readable_as_other_files(tmp_path: Path) -> None:
+def test_weights_have_the_file_mode_of_other_files(tmp_path: Path) -> None:
     save_weights(WEIGHTS, tmp_path / "x.safetensors")
     (tmp_path / "other").touch()
     assert stat.filemode((tmp_path / "x.safetensors").stat().st_mode) == stat.filemode(
@@ -129,7 +132,7 @@ def test_weights_are_as_readable_as_other_files(tmp_path: Path) -> None:
     )
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
+def test_errors_name_corrupt_files(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"nonsense")
     with pytest.raises(UserError, match=r"x\.safetensors: cannot be read"):
         read_tensors(tmp_path / "x.safetensors")
@@ -157,25 +160,27 @@ except UserError as error:
 """
 
 
-def test_a_full_disk_is_reported_and_the_old_checkpoint_still_loads(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_the_previous_checkpoint_loads(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "step-00000002: cannot write: File too large" in done.stderr
-    assert "unchanged" in done.stderr
+    process = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert "step-00000002: cannot write: File too large" in process.stderr
+    assert "unchanged" in process.stderr
     assert sorted(p.name for p in (tmp_path / "training").iterdir()) == ["step-00000001"]
     assert len(Checkpoints(tmp_path).tensors(1, "model")["a"]) == 100
 
 
-def test_no_space_left_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_writes_leave_no_files_and_keep_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(Progress(step=1), {"model": WEIGHTS})
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("regard.run.save_file", full)  # of checkpoints
-    monkeypatch.setattr("regard.run.save", full)  # of weights
+    monkeypatch.setattr("regard.run.save_file", full)  # writes checkpoints
+    monkeypatch.setattr("regard.run.save", full)  # writes weights
     for write in (
         lambda: checkpoints.save(Progress(step=2), {"model": WEIGHTS}),
         lambda: checkpoints.keep(2, WEIGHTS),
@@ -191,7 +196,7 @@ def best(metric: str, value: float, loss: float = 1.0) -> Best:
     return Best(step=1, value=value, scores={"loss": loss, metric: value})
 
 
-def test_which_scores_are_better() -> None:
+def test_better_compares_the_metric_first_and_the_loss_on_ties() -> None:
     assert better("loss", {"loss": 2.0}, None)
     assert better("loss", {"loss": 0.9}, best("loss", 1.0, 1.0))
     assert better("wer", {"loss": 9.0, "wer": 9.0}, best("wer", 10.0))
@@ -202,7 +207,7 @@ def test_which_scores_are_better() -> None:
     assert not better("loss", {"loss": math.nan}, None)
 
 
-def test_means_of_a_window() -> None:
+def test_window_means_are_per_token_step_and_second() -> None:
     window = Window(steps=2, examples=10, tokens=40, symbols=100, nll=20.0, smoothed=30.0, norm=3.0)
     means = window.means(4.0)
     assert means == {

@@ -1,4 +1,4 @@
-"""DDP as training uses it, and the ranks that a process starts."""
+"""Gradients of DDP as used in training, and local rank processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from regard.parallel.children import NO_FORK, Channel, Child, ChildDied
 from regard.parallel.ranks import ProcessGroup, form_group, join_local_group, local_group
 from regard.training.data_parallel import broadcast_weights, distribute
 
-WIDTH = 520  # gradients of the first layer, a megabyte, are sent after those of the others
+WIDTH = 520  # the gradient of the first layer (1 MB) is sent after the others
 UNUSED_BY_ONE, UNUSED = "2.weight", "3.weight"
 
 
@@ -44,7 +44,7 @@ def make_layers(seed: int) -> Layers:
 
 
 def losses(call: Callable[[torch.Tensor, int], Any], rank: int) -> list[Callable[[], Any]]:
-    """Two batches; the second process does not use the third layer, and none the fourth."""
+    """Losses of two batches; rank 1 does not use the third layer, and no rank uses the fourth."""
     x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(rank))
     return [lambda: call(x[0], 2), lambda: call(x[1], 2 if rank == 1 else 3)]
 
@@ -79,9 +79,9 @@ def take_steps(rank: int, size: int, store: str, out: str) -> None:
 
 
 def test_gradients_are_summed_over_all_processes(tmp_path: Path) -> None:
-    """To the same bits in every step, also the first: a resumed run takes first steps where another takes later ones.
+    """The bits are equal in every step, including the first, so that a resumed run equals an uninterrupted one.
 
-    What no process uses has no gradient, as in one process alone; what is frozen neither.
+    Frozen parameters, and those that no rank uses, have no gradient, as in a single process.
     """
     expected = expected_gradients(3)
     ranks = run_ranks(3, take_steps, tmp_path)
@@ -97,7 +97,7 @@ def test_gradients_are_summed_over_all_processes(tmp_path: Path) -> None:
 
 
 def use_group(channel: Channel, settings: dict[str, Any]) -> None:
-    """The work of a rank: take part in two gathers, and end in between if so told."""
+    """Work of a rank: two gathers; between them it fails or dies if `end` is set."""
     with join_local_group(channel, settings, torch.device("cpu")) as group:
         group.gather([float(group.rank)])
         if settings["end"] == "error":
@@ -111,7 +111,7 @@ def local(size: int, end: str = "", work: str = "use_group") -> AbstractContextM
     return local_group(f"test_data_parallel:{work}", {"end": end}, size, torch.device("cpu"))
 
 
-def test_local_ranks_form_a_group_and_end_with_it(ranks: list[Child]) -> None:
+def test_local_ranks_form_a_group_and_exit_with_it(ranks: list[Child]) -> None:
     with local(3) as group:
         assert group.gather([float(group.rank)]) == [[0.0], [1.0], [2.0]]
         group.gather([0.0])
@@ -119,37 +119,37 @@ def test_local_ranks_form_a_group_and_end_with_it(ranks: list[Child]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "how"),
+    ("end", "message"),
     [
-        ("error", "ended with status 2; the last checkpoint is safe, go on with --resume\n  no room"),
-        ("kill", r"was killed by signal 9 \(out of memory\?\); the last checkpoint is safe, go on with --resume"),
+        ("error", "ended with status 2; the last checkpoint is safe, continue with --resume\n  no room"),
+        ("kill", r"was killed by signal 9 \(out of memory\?\); the last checkpoint is safe, continue with --resume"),
     ],
 )
-def test_a_rank_that_ends_is_named(end: str, how: str) -> None:
-    with pytest.raises(ChildDied, match=f"training process 1 of 2 {how}"), local(2, end) as group:
+def test_error_names_the_rank_that_ended(end: str, message: str) -> None:
+    with pytest.raises(ChildDied, match=f"training process 1 of 2 {message}"), local(2, end) as group:
         group.gather([0.0])
         group.gather([0.0])
 
 
-def test_a_rank_that_cannot_start_is_not_waited_for() -> None:
-    began = time.monotonic()
+def test_rank_that_cannot_start_fails_without_a_timeout() -> None:
+    start = time.monotonic()
     with pytest.raises(ChildDied, match=r"(?s)process 1 of 3 ended with status 1.*has no attribute 'nothing'"):
         local(3, work="nothing").__enter__()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start < 20
 
 
-def test_an_error_of_rank_0_is_not_blamed_on_another() -> None:
+def test_error_of_rank_0_is_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match="mine"), local(2):
         raise RuntimeError("mine")
 
 
-def test_leaving_ends_the_ranks(ranks: list[Child]) -> None:
+def test_error_inside_the_context_ends_the_ranks(ranks: list[Child]) -> None:
     with pytest.raises(KeyError), local(2):
         raise KeyError
     assert ranks[0].poll() is not None
 
 
-def test_without_fork_ranks_are_new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_spawned_if_fork_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NO_FORK, "1")
     monkeypatch.setattr(children, "spawn", new_interpreter)
     with local(2) as group:
@@ -157,7 +157,7 @@ def test_without_fork_ranks_are_new_interpreters(monkeypatch: pytest.MonkeyPatch
         group.gather([0.0])
 
 
-def test_ranks_import_no_torch_before_it_is_needed() -> None:
+def test_importing_the_modules_of_ranks_does_not_import_torch() -> None:
     code = "import sys, regard.parallel.ranks, regard.parallel.children, regard.parallel.cores; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "torch" not in loaded and "numpy" not in loaded
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" not in modules and "numpy" not in modules

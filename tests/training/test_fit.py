@@ -1,4 +1,4 @@
-"""From a recipe to a run directory."""
+"""`fit` trains a recipe into a run directory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class CollectingReporter(Reporter):
 
 
 def test_choices_are_reported_saved_and_used(pairs: Path, tmp_path: Path) -> None:
-    reporter, run = CollectingReporter(), tmp_path / "run"
+    reporter = CollectingReporter()
+    run = tmp_path / "run"
     order = load_recipe(
         {"data": {"train": str(pairs)}, "model": {"encoder": TINY, "decoder": TINY}, "train": {"epochs": 1}}
     )
@@ -90,11 +91,11 @@ def test_choices_are_reported_saved_and_used(pairs: Path, tmp_path: Path) -> Non
     assert report.value == min(event["wer"] for event in events if event["event"] == "valid")
 
 
-def test_a_model_learns_and_its_score_is_true(pairs: Path, tmp_path: Path) -> None:
+def test_model_learns_and_reported_accuracy_equals_that_of_its_outputs(pairs: Path, tmp_path: Path) -> None:
     from regard.data.prepare import open_prepared
     from regard.decode.engine import generate
 
-    stack = {**TINY, "width": 32, "position": "sinusoid"}  # turned positions need more than one layer to find places
+    stack = {**TINY, "width": 32, "position": "sinusoid"}  # rotary positions would need more than one layer
     order = tables(pairs, steps=120, validate_every=20, metric="accuracy", lr=0.004, warmup=20)
     order["model"] = {"encoder": stack, "decoder": stack}
     report = fit(load_recipe(order), tmp_path / "run", reporter=Reporter())
@@ -103,25 +104,26 @@ def test_a_model_learns_and_its_score_is_true(pairs: Path, tmp_path: Path) -> No
     assert report.value is not None and report.value > 10
     examples = open_prepared(tmp_path / "run/training/data").valid_examples
     run = Run.load(tmp_path / "run")
-    right = [best.text == e.target for e, (best, *_) in zip(examples, generate(run, examples), strict=True)]
-    assert report.value == pytest.approx(100 * sum(right) / len(right))
+    matches = [best.text == e.target for e, (best, *_) in zip(examples, generate(run, examples), strict=True)]
+    assert report.value == pytest.approx(100 * sum(matches) / len(matches))
 
 
-@pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-4), ("bf16", 0.02)])
-def test_two_processes_compute_what_one_does(pairs: Path, tmp_path: Path, precision: str, close: float) -> None:
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.02)])
+def test_two_processes_log_the_values_of_one(pairs: Path, tmp_path: Path, precision: str, tolerance: float) -> None:
     settings = {"steps": 6, "accumulate": 3, "batch_examples": 3, "metric": "per", "label_smoothing": 0.1}
-    settings["precision"] = precision  # fp32 after all on a machine without the other
-    for workers in (1, 2):  # batches of an odd number of rows, and of one
+    settings["precision"] = precision  # falls back to fp32 on a machine without bf16
+    for workers in (1, 2):  # includes batches of one row and of an odd number of rows
         fit(load_recipe(tables(pairs, workers=workers, **settings)), tmp_path / str(workers), reporter=Reporter())
     one, two = (read_log(tmp_path / name / "log.jsonl") for name in "12")
     for a, b in zip(one[1:], two[1:], strict=True):
         assert a.keys() == b.keys()
         for key in a.keys() - {"event", "reason", "seconds", "tokens_per_second", "examples_per_second"}:
-            assert a[key] == pytest.approx(b[key], rel=close), key
+            assert a[key] == pytest.approx(b[key], rel=tolerance), key
 
 
-def test_an_existing_run_is_not_touched(pairs: Path, tmp_path: Path) -> None:
-    order, run = load_recipe(tables(pairs)), tmp_path / "run"
+def test_existing_run_is_not_modified(pairs: Path, tmp_path: Path) -> None:
+    order = load_recipe(tables(pairs))
+    run = tmp_path / "run"
     fit(order, run, reporter=Reporter())
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     with pytest.raises(UserError, match=r"--resume.*another --out"):
@@ -134,32 +136,32 @@ def test_an_existing_run_is_not_touched(pairs: Path, tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
-def test_a_larger_budget_goes_on(pairs: Path, tmp_path: Path) -> None:
-    rate = {"schedule": "constant"}  # others know the budget from the start
+def test_resume_with_a_larger_budget_gives_the_scores_of_an_uninterrupted_run(pairs: Path, tmp_path: Path) -> None:
+    rate = {"schedule": "constant"}  # the rates of other schedules depend on the budget
     fit(load_recipe(tables(pairs, **rate)), tmp_path / "run", reporter=Reporter())
     report = fit(load_recipe({"train": {"steps": 6}}), tmp_path / "run", resume=True, reporter=Reporter())
     assert report.progress.step == 6
     assert "steps = 6" in (tmp_path / "run/recipe.toml").read_text()
-    longer = fit(load_recipe(tables(pairs, steps=6, **rate)), tmp_path / "uninterrupted", reporter=Reporter())
-    assert longer.progress.best is not None and report.progress.best is not None
-    assert longer.progress.best.scores == report.progress.best.scores
+    uninterrupted = fit(load_recipe(tables(pairs, steps=6, **rate)), tmp_path / "uninterrupted", reporter=Reporter())
+    assert uninterrupted.progress.best is not None and report.progress.best is not None
+    assert uninterrupted.progress.best.scores == report.progress.best.scores
 
 
-def test_mistakes_are_reported_before_anything_is_written(pairs: Path, tmp_path: Path) -> None:
-    def refused(order: dict[str, Any], match: str) -> None:
+def test_errors_are_reported_before_files_are_written(pairs: Path, tmp_path: Path) -> None:
+    def expect_error(order: dict[str, Any], match: str) -> None:
         with pytest.raises(UserError, match=match):
             fit(load_recipe(order), tmp_path / "run", reporter=Reporter())
         assert not (tmp_path / "run/config.json").exists()
 
-    refused(tables(tmp_path / "missing.tsv"), "missing.tsv: no such file")
-    refused({**tables(pairs), "preset": "transfomer-tiny"}, "did you mean 'transformer-tiny'")
-    refused({**tables(pairs), "model": {"encoder": {"layer": 2}}}, "did you mean 'layers'")
+    expect_error(tables(tmp_path / "missing.tsv"), "missing.tsv: no such file")
+    expect_error({**tables(pairs), "preset": "transfomer-tiny"}, "did you mean 'transformer-tiny'")
+    expect_error({**tables(pairs), "model": {"encoder": {"layer": 2}}}, "did you mean 'layers'")
     if not torch.cuda.is_available():
-        refused(tables(pairs, device="cuda"), "no CUDA GPU")
-    fit(load_recipe(tables(pairs)), tmp_path / "run", reporter=Reporter())  # and nothing of it is in the way
+        expect_error(tables(pairs, device="cuda"), "no CUDA GPU")
+    fit(load_recipe(tables(pairs)), tmp_path / "run", reporter=Reporter())  # the failed attempts left no run behind
 
 
-def test_an_impossible_directory(pairs: Path, tmp_path: Path) -> None:
+def test_output_path_that_is_or_contains_a_file_is_refused(pairs: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file"):
         fit(load_recipe(tables(pairs)), tmp_path / "file" / "run", reporter=Reporter())
@@ -167,17 +169,17 @@ def test_an_impossible_directory(pairs: Path, tmp_path: Path) -> None:
         fit(load_recipe(tables(pairs)), tmp_path / "file", reporter=Reporter())
 
 
-def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_bf16_falls_back_to_fp32(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: "the test crashed with SIGILL")
     reporter = CollectingReporter()
     fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", reporter=reporter)
     assert "precision: fp32 instead of bf16: the test crashed with SIGILL" in reporter.lines
     assert 'precision = "fp32"' in (tmp_path / "run/recipe.toml").read_text()
-    again = fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", resume=True, reporter=Reporter())
-    assert again.progress.step == 4  # the same order goes on with what was settled
+    report = fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", resume=True, reporter=Reporter())
+    assert report.progress.step == 4  # the same recipe resumes with the saved precision
 
 
-def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
+def test_bf16_run_resumes_in_fp32_on_a_machine_without_bf16(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[str | None] = [None, "the test crashed with SIGILL"]
@@ -190,8 +192,8 @@ def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
         (8, "fp32, as chosen when the run began"),
     ):
         reporter = CollectingReporter()
-        more = load_recipe({"train": {"steps": budget, "precision": "bf16"}})
-        assert fit(more, tmp_path / "run", resume=True, reporter=reporter).progress.step == budget
+        longer = load_recipe({"train": {"steps": budget, "precision": "bf16"}})
+        assert fit(longer, tmp_path / "run", resume=True, reporter=reporter).progress.step == budget
         assert f"precision: {message}" in reporter.lines
         assert 'precision = "fp32"' in (tmp_path / "run/recipe.toml").read_text()
 
@@ -208,14 +210,14 @@ TORCHRUN = [
 ]
 
 
-def test_torchrun_and_workers_are_the_same(pairs: Path, tmp_path: Path) -> None:
+def test_torchrun_and_local_workers_give_identical_weights(pairs: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(tables(pairs, workers=0)))
-    done = subprocess.run(
+    process = subprocess.run(
         [*TORCHRUN, recipe, "--out", tmp_path / "launched"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the model is in") == 1  # one process speaks for all
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.count("the model is in") == 1  # only rank 0 reports
     fit(load_recipe(tables(pairs, workers=2)), tmp_path / "run", reporter=Reporter())
     launched, started = (load_file(tmp_path / name / WEIGHTS) for name in ("launched", "run"))
     assert launched.keys() == started.keys()
@@ -224,15 +226,17 @@ def test_torchrun_and_workers_are_the_same(pairs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_under_torchrun_is_reported_once(pairs: Path, tmp_path: Path) -> None:
+def test_error_under_torchrun_is_reported_once(pairs: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(tables(pairs, workers=3)))
-    done = subprocess.run([*TORCHRUN, recipe, "--out", tmp_path / "new"], capture_output=True, text=True, check=False)
-    assert done.stderr.count("train.workers: 3 asked for, but 2 processes were started") == 1
+    process = subprocess.run(
+        [*TORCHRUN, recipe, "--out", tmp_path / "new"], capture_output=True, text=True, check=False
+    )
+    assert process.stderr.count("train.workers: 3 asked for, but 2 processes were started") == 1
     assert not (tmp_path / "new").exists()
 
 
-def test_the_recipe_is_a_value(pairs: Path, tmp_path: Path) -> None:
+def test_fit_does_not_modify_the_recipe(pairs: Path, tmp_path: Path) -> None:
     order = load_recipe(tables(pairs))
     before = order.model_dump()
     fit(order, tmp_path / "run", reporter=Reporter())

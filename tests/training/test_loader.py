@@ -1,4 +1,4 @@
-"""Windows of a text: all of it in every epoch, in an order that depends on (seed, epoch) alone."""
+"""The data loader: every epoch covers all data, in an order that depends only on (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def loader_of(recipe: MakeRecipe, tmp_path: Path):  # type: ignore[no-untyped-de
     return make
 
 
-def test_an_epoch_has_every_example_once_however_it_is_shared(loader_of) -> None:  # type: ignore[no-untyped-def]
+def test_every_epoch_contains_each_example_once_for_any_number_of_ranks(loader_of) -> None:  # type: ignore[no-untyped-def]
     def rows(size: int, accumulate: int) -> list[tuple[int, ...]]:
-        found = []
+        examples = []
         loader = loader_of(accumulate=accumulate, batch_examples=7)
         for rank in range(size):
             batch = 0
@@ -45,17 +45,17 @@ def test_an_epoch_has_every_example_once_however_it_is_shared(loader_of) -> None
                 step = loader.step(0, batch, rank, size)
                 batch += step.batches
                 for share, weight in step.shares:
-                    keep = share.source_keep_BS
+                    mask = share.source_keep_BS
                     for i, row in enumerate(share.source_BS if weight else ()):
-                        found.append(tuple((row if keep is None else row[keep[i]]).tolist()))
-        return sorted(found)
+                        examples.append(tuple((row if mask is None else row[mask[i]]).tolist()))
+        return sorted(examples)
 
-    alone = rows(1, 1)
-    assert len(alone) == 120
-    assert rows(3, 2) == alone
+    single = rows(1, 1)
+    assert len(single) == 120
+    assert rows(3, 2) == single
 
 
-def test_every_rank_knows_the_total_before_it_computes(loader_of) -> None:  # type: ignore[no-untyped-def]
+def test_every_share_contains_the_global_token_count(loader_of) -> None:  # type: ignore[no-untyped-def]
     loader = loader_of(accumulate=4)
     steps = [loader.step(1, 2, rank, 3) for rank in range(3)]
     real = sum(share.tokens for step in steps for share, weight in step.shares if weight)
@@ -65,14 +65,14 @@ def test_every_rank_knows_the_total_before_it_computes(loader_of) -> None:  # ty
     assert len({p.all_tokens for p in steps}) == 1 and steps[0].all_tokens > real
 
 
-def test_a_rank_without_examples_takes_part(loader_of) -> None:  # type: ignore[no-untyped-def]
+def test_rank_without_examples_gets_a_batch_of_weight_zero(loader_of) -> None:  # type: ignore[no-untyped-def]
     loader = loader_of(batch_examples=2)
     steps = [loader.step(0, 0, rank, 3) for rank in range(3)]
     assert [weight for step in steps for _, weight in step.shares] == [1.0, 1.0, 0.0]
     assert all(share.source_BS.shape[0] == 1 for step in steps for share, _ in step.shares)
 
 
-def test_steps_of_an_epoch(loader_of) -> None:  # type: ignore[no-untyped-def]
+def test_last_step_of_an_epoch_contains_the_remaining_batches(loader_of) -> None:  # type: ignore[no-untyped-def]
     loader = loader_of(accumulate=5, batch_examples=10)
     count = len(loader.batches(0))
     assert 10 < count <= 15
@@ -97,12 +97,13 @@ def make(kind: str, **settings: Any) -> DataLoader:
 
 
 def epoch(loader: DataLoader, number: int, rank: int = 0, size: int = 1) -> list[Any]:
-    found, batch = [], 0
+    steps = []
+    batch = 0
     while batch < len(loader.batches(number)):
         step = loader.step(number, batch, rank, size)
         batch += step.batches
-        found.append(step)
-    return found
+        steps.append(step)
+    return steps
 
 
 def same(a: Any, b: Any) -> bool:
@@ -110,38 +111,39 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["lm", "lanes", "masked", "span"])
-def test_a_step_depends_on_seed_epoch_and_batch_alone(kind: str) -> None:
+def test_step_depends_only_on_seed_epoch_and_batch(kind: str) -> None:
     loader = make(kind)
-    before = [loader.step(number, 1).shares[0][0] for number in (0, 1, 0, 2)]
-    again = make(kind)
-    assert same(before[0], before[2]) and same(before[3], again.step(2, 1).shares[0][0])
-    assert not same(before[0], before[1])
-    assert not same(before[0], make(kind, seed=5).step(0, 1).shares[0][0])
+    batches = [loader.step(number, 1).shares[0][0] for number in (0, 1, 0, 2)]
+    other = make(kind)
+    assert same(batches[0], batches[2]) and same(batches[3], other.step(2, 1).shares[0][0])
+    assert not same(batches[0], batches[1])
+    assert not same(batches[0], make(kind, seed=5).step(0, 1).shares[0][0])
     assert [loader.step(1, batch).begins_epoch for batch in (0, 1)] == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["lm", "masked", "span"])
-def test_shares_make_up_the_whole(kind: str) -> None:
+def test_shares_of_all_ranks_equal_the_batches_of_one_rank(kind: str) -> None:
     def rows(size: int) -> tuple[Counter[Any], list[Any]]:
         loader = make(kind, accumulate=2, batch_examples=5)
         steps = [epoch(loader, 3, rank, size) for rank in range(size)]
-        found: Counter[Any] = Counter()
+        counts: Counter[Any] = Counter()
         for step in (step for steps in steps for step in steps):
             for batch, weight in step.shares:
                 assert batch.total == step.tokens
                 for row in range(len(batch.label_BT) if weight else 0):
-                    kept = batch.keep_BT[row] if batch.keep_BT is not None else slice(None)
-                    found[(*batch.source_BS[row].unique().tolist(), *batch.label_BT[row][kept].tolist())] += 1
-        return found, [(p.batches, p.examples, p.tokens, p.all_tokens) for p in steps[0]]
+                    mask = batch.keep_BT[row] if batch.keep_BT is not None else slice(None)
+                    counts[(*batch.source_BS[row].unique().tolist(), *batch.label_BT[row][mask].tolist())] += 1
+        return counts, [(p.batches, p.examples, p.tokens, p.all_tokens) for p in steps[0]]
 
-    alone, together = rows(1), rows(3)
-    assert alone[1] == together[1]
-    assert alone[0].total() == sum(numbers[1] for numbers in alone[1])
+    single = rows(1)
+    shared = rows(3)
+    assert single[1] == shared[1]
+    assert single[0].total() == sum(numbers[1] for numbers in single[1])
     if kind == "lm":
-        assert alone[0] == together[0]
+        assert single[0] == shared[0]
 
 
-def test_an_epoch_reads_the_text_once_from_another_place_each_time() -> None:
+def test_every_epoch_reads_the_text_once_from_a_different_offset() -> None:
     offsets = set()
     for number in range(6):
         labels = torch.cat([p.shares[0][0].label_BT for p in epoch(make("lm"), number)])
@@ -153,12 +155,12 @@ def test_an_epoch_reads_the_text_once_from_another_place_each_time() -> None:
     assert len(offsets) > 3
 
 
-def test_lanes_go_on_where_they_stopped() -> None:
+def test_lanes_continue_at_the_end_of_the_previous_window() -> None:
     steps = epoch(make("lanes"), 1)
     text = torch.cat([step.shares[0][0].input_BT for step in steps], dim=1)
     assert text.shape[0] == 4
     for row in text.numpy():
-        assert (np.diff(row) % 26 == 1).all()  # the letters follow each other
+        assert (np.diff(row) % 26 == 1).all()  # consecutive letters
     labels = torch.cat([step.shares[0][0].label_BT for step in steps], dim=1)
     assert torch.equal(labels[:, :-1], text[:, 1:])
 
@@ -167,9 +169,9 @@ def test_lanes_go_on_where_they_stopped() -> None:
 def test_lanes_stay_within_the_text(tokens: int, context: int, rows: int, offset: int) -> None:
     stream = Stream(np.arange(tokens, dtype=np.uint32), tokens)
     windows = CausalLM(stream, CODEC, BOTH, Train(context=context)).windows
-    cut = windows.lanes(rows, offset)
-    assert cut and len({len(starts) for starts in cut}) == 1
-    for starts in cut:
+    lanes = windows.lanes(rows, offset)
+    assert lanes and len({len(starts) for starts in lanes}) == 1
+    for starts in lanes:
         assert starts.min() >= 0 and starts.max() + windows.length <= tokens
         assert stream.windows(starts, windows.length).shape == (len(starts), windows.length)
 
@@ -181,11 +183,11 @@ def test_windows_stay_within_the_text(tokens: int, length: int, offset: int) -> 
     assert len(starts) and starts.min() >= 0 and starts.max() + windows.length <= tokens
 
 
-def test_batches_by_number_of_tokens() -> None:
+def test_batch_tokens_limit_the_examples_of_a_batch() -> None:
     assert make("lm", batch_examples=None, batch_tokens=100).step(0, 0).examples == 100 // 16
 
 
-def test_mistakes() -> None:
+def test_unsuitable_tokenizers_and_contexts_are_refused() -> None:
     with pytest.raises(UserError, match="no mask token"):
         TokenMasking(STREAM, CODEC, BOTH, Train())
     with pytest.raises(UserError, match="no room for text"):

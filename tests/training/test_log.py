@@ -1,4 +1,4 @@
-"""Sinks: what they receive is the log, also of a run that was stopped and resumed."""
+"""Sinks receive every number of the log, also if the run is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ Numbers = set[tuple[str, int, float]]
 
 
 class Display(Reporter):
-    """Keeps what is said, and stops at a step."""
+    """Collects messages, and stops training after a step."""
 
     def __init__(self, last: int | None = None) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self._last = last
 
     def say(self, text: str) -> None:
-        self.said.append(text)
+        self.messages.append(text)
 
     def tick(self, step: int, done: float, seconds: float) -> None:
         if step == self._last:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def logged(run: Path) -> Numbers:
-    """All numbers in the log, as (name, step, value); an event without a step comes at that of the one before."""
-    numbers, step = set(), 0
+def logged_numbers(run: Path) -> Numbers:
+    """All numbers in the log as (name, step, value); events without a step get that of the previous event."""
+    numbers = set()
+    step = 0
     for event in read_log(run / LOG)[1:]:
         step = event.get("step", step)
         numbers |= {
@@ -51,7 +52,7 @@ def logged(run: Path) -> Numbers:
 
 
 def train(recipe: MakeRecipe, run: Path, name: str, last: int | None = None) -> None:
-    """Train with a sink; with `last`, stopped after that step and resumed."""
+    """Train with a sink; with `last`, stop after that step and resume."""
     order = recipe(steps=8, log_every=2, average=2)
     if last is not None:
         with pytest.raises(Stopped):
@@ -60,29 +61,29 @@ def train(recipe: MakeRecipe, run: Path, name: str, last: int | None = None) -> 
 
 
 @pytest.mark.parametrize("last", [None, 5])
-def test_tensorboard_has_every_number_of_the_log(recipe: MakeRecipe, tmp_path: Path, last: int | None) -> None:
+def test_tensorboard_files_contain_every_logged_number(recipe: MakeRecipe, tmp_path: Path, last: int | None) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     run = tmp_path / "run"
     train(recipe, run, "tensorboard", last)
-    written: Numbers = set()
+    numbers: Numbers = set()
     for file in (run / TENSORBOARD).iterdir():
         for event in loader.RawEventFileLoader(str(file)).Load():
             message = loader.event_pb2.Event.FromString(event)
-            written |= {
+            numbers |= {
                 (value.tag, message.step, value.simple_value)
                 for value in message.summary.value
                 if value.HasField("simple_value")
             }
 
-    def rounded(value: float) -> float:
+    def to_float32(value: float) -> float:
         return float(struct.unpack("f", struct.pack("f", value))[0])
 
-    assert written == {(name, step, rounded(value)) for name, step, value in logged(run)}
-    assert {"train/loss", "valid/loss", "average/loss", "end/seconds"} <= {name for name, _, _ in written}
+    assert numbers == {(name, step, to_float32(value)) for name, step, value in logged_numbers(run)}
+    assert {"train/loss", "valid/loss", "average/loss", "end/seconds"} <= {name for name, _, _ in numbers}
 
 
 class Fake(ModuleType):
-    """A client library with the functions that are used of MLflow and of Weights & Biases."""
+    """A client library with the functions of MLflow and of Weights & Biases that the sinks call."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -125,17 +126,19 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fak
 
 @pytest.mark.parametrize("last", [None, 5])
 @pytest.mark.parametrize("fake", ["mlflow", "wandb"], indirect=True)
-def test_clients_get_every_number_of_the_log(recipe: MakeRecipe, tmp_path: Path, fake: Fake, last: int | None) -> None:
+def test_mlflow_and_wandb_receive_every_logged_number(
+    recipe: MakeRecipe, tmp_path: Path, fake: Fake, last: int | None
+) -> None:
     run = tmp_path / "run"
     train(recipe, run, fake.__name__, last)
-    assert fake.numbers == logged(run)
+    assert fake.numbers == logged_numbers(run)
     start = read_log(run / LOG)[0]
     assert fake.facts == {key: value for key, value in start.items() if key != "event"}
     assert fake.calls == ["start", "end"] * (1 if last is None else 2)
 
 
 @pytest.mark.parametrize("name", SINKS)
-def test_a_missing_library_is_named_with_its_command(
+def test_error_about_a_missing_library_names_the_install_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
@@ -143,27 +146,28 @@ def test_a_missing_library_is_named_with_its_command(
         with_sinks(Reporter(), [name], tmp_path)
 
 
-def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:
+def test_unknown_sink_is_refused_with_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'tensorboard'"):
         with_sinks(Reporter(), ["tensorbord"], tmp_path)
 
 
 @pytest.mark.parametrize("fake", ["mlflow"], indirect=True)
-def test_a_sink_that_fails_does_not_stop_training(
+def test_failing_sink_does_not_stop_training(
     recipe: MakeRecipe, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise ConnectionError("no server")
 
     monkeypatch.setattr(fake, "log_metrics", refuse)
-    display, run = Display(), tmp_path / "run"
+    display = Display()
+    run = tmp_path / "run"
     report = fit(recipe(steps=4), run, reporter=Reporters(display, [SINKS["mlflow"](run)]))
     assert report.progress.step == 4
-    warnings = [text for text in display.said if "--log mlflow" in text]
+    warnings = [text for text in display.messages if "--log mlflow" in text]
     assert len(warnings) == 1 and "ConnectionError: no server" in warnings[0]
 
 
-def test_display_and_sinks_get_what_is_theirs(tmp_path: Path) -> None:
+def test_display_receives_messages_and_sinks_receive_events(tmp_path: Path) -> None:
     received: list[Event] = []
 
     class Recorder(Sink):
@@ -183,5 +187,5 @@ def test_display_and_sinks_get_what_is_theirs(tmp_path: Path) -> None:
     both.say("hello")
     both.event({"event": "train", "step": 3, "loss": 1.5, "best": True, "note": "x", "epoch": None})
     both.close()
-    assert display.said == ["hello"] and [event["event"] for event in received] == ["train"] * 2 + ["closed"] * 2
+    assert display.messages == ["hello"] and [event["event"] for event in received] == ["train"] * 2 + ["closed"] * 2
     assert numbers_of(received[0]) == {"train/loss": 1.5}

@@ -1,4 +1,4 @@
-"""Any number of processes takes the steps of one: the same weights, the same examples, whatever the strategy."""
+"""Several processes give the weights of one process and read the same examples, with every strategy."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def config(family: str) -> Config:
 
 
 def share(rows: list[Any], config: Config, rank: int, size: int) -> list[tuple[Batch, float]]:
-    """The rows of a rank, as the data loader deals them out; the last rank of three gets none of the second batch."""
+    """Batches of a rank, divided like in the data loader; of three ranks, the last has no row in the second batch."""
     shares = []
     for batch in (rows[:3], rows[3:]):
-        mine = batch[rank::size]
+        own_rows = batch[rank::size]
         total = sum(len(target) for _, target in rows)
-        shares.append((collate(*zip(*(mine or batch[:1]), strict=True), config, total), float(bool(mine))))
+        shares.append((collate(*zip(*(own_rows or batch[:1]), strict=True), config, total), float(bool(own_rows))))
     return shares
 
 
 def train(rank: int, size: int, family: str, settings: dict[str, Any], group: ProcessGroup) -> dict[str, Tensor]:
-    """The change of the weights by some steps, and of their moving average, and the sums of the last step."""
-    torch.manual_seed(1 + rank)  # those of the first count
-    # With a large eps, what should be 0 is not blown up to a step of full length by Adam.
+    """Take some steps -> changes of the weights and of their moving average, and the sums of the last step."""
+    torch.manual_seed(1 + rank)  # rank 0 broadcasts its weights
+    # With a small eps, Adam would turn the rounding errors of zero gradients into full steps.
     stepper = Stepper(Model(config(family)), Train(lr=1e-2, ema=0.5, eps=1e-3, **settings), group)
     start = {name: x.clone() for name, x in whole_weights(weights_of(stepper.model)).items()}
     for step in range(1, STEPS + 1):
@@ -69,14 +69,14 @@ def train(rank: int, size: int, family: str, settings: dict[str, Any], group: Pr
         assert stepper.update(step, 1e-2, norm)
     sums = [sum(values) for values in zip(*group.gather([nll, smoothed]), strict=True)]
     with stepper.evaluated(stepper.weights) as model:
-        moved = torch.cat([(x - start[name]).flatten() for name, x in weights_of(model).items()])
+        average_change = torch.cat([(x - start[name]).flatten() for name, x in weights_of(model).items()])
     end = whole_weights(weights_of(stepper.model))
     change = torch.cat([(x - start[name]).flatten() for name, x in end.items()])
-    return {"weights": change, "average": moved, "sums": torch.tensor([*sums, norm])}
+    return {"weights": change, "average": average_change, "sums": torch.tensor([*sums, norm])}
 
 
 def mixed_gradients(rank: int, size: int, group: ProcessGroup) -> dict[str, Tensor]:
-    """The gradients of a step in mixed precision, as on GPUs: weights in bfloat16, sums in fp32."""
+    """Gradients of a step in mixed precision, as on GPUs: weights in bfloat16, sums in fp32."""
     torch.manual_seed(1)
     objective = Objective(Model(config("pairs")))
     if size > 1:
@@ -88,7 +88,7 @@ def mixed_gradients(rank: int, size: int, group: ProcessGroup) -> dict[str, Tens
     return {"mixed": torch.cat([x.flatten() for x in whole_weights(gradients).values()])}
 
 
-def take_part(rank: int, size: int, store: str, out: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
+def run_rank(rank: int, size: int, store: str, out: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
     results = []
     with form_group(rank, size, torch.device("cpu"), store) as group:
@@ -114,23 +114,23 @@ MIXED: tuple[str, dict[str, Any]] = ("pairs", {})
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_take_the_steps_of_one_process(tmp_path: Path, size: int) -> None:
-    """Within the rounding of sums in another order; all ranks agree to the bit."""
+def test_weights_of_several_processes_equal_those_of_one(tmp_path: Path, size: int) -> None:
+    """Equal up to the rounding of reordered sums; the ranks are bit-identical."""
     cases = [*CASES, MIXED]
     expected = [train(0, 1, family, {**settings, "recompute": False}, ProcessGroup()) for family, settings in CASES]
     expected.append(mixed_gradients(0, 1, ProcessGroup()))
-    saved = run_ranks(size, take_part, tmp_path, cases)
-    for case, alone, *ranks in zip(cases, expected, *saved, strict=True):
+    results = run_ranks(size, run_rank, tmp_path, cases)
+    for case, single, *ranks in zip(cases, expected, *results, strict=True):
         for rank in ranks:
             assert "error" not in rank, bytes(rank["error"].tolist()).decode()
         tolerance = 2e-5 if case[1].get("precision") == "fp32" or "recompute" in case[1] else 3e-2
-        for name, x in alone.items():
+        for name, x in single.items():
             assert all(torch.equal(ranks[0][name], rank[name]) for rank in ranks), (case, name)
             assert (ranks[0][name] - x).norm() / x.norm() < tolerance, (case, name)
 
 
-class Examples(Reporter):
-    """Stops after a step."""
+class StopAfter(Reporter):
+    """Stops training after a step."""
 
     def __init__(self, last: int) -> None:
         self._last = last
@@ -141,23 +141,24 @@ class Examples(Reporter):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_another_number_of_processes_goes_on_at_the_same_example(
+def test_resume_with_another_number_of_processes_continues_at_the_same_example(
     recipe: MakeRecipe, tmp_path: Path, strategy: str
 ) -> None:
-    """Three processes, then two, one, and two again end where one process alone does, without dropout."""
-    still = {"encoder": TINY | {"dropout": 0.0}, "decoder": TINY | {"dropout": 0.0}}
+    """Three processes, then two, one, and two again give the result of one process, without dropout."""
+    no_dropout = {"encoder": TINY | {"dropout": 0.0}, "decoder": TINY | {"dropout": 0.0}}
     settings = {"steps": 20, "ema": 0.5, "average": 2, "strategy": strategy, "eps": 1e-3}
-    alone, run = tmp_path / "alone", tmp_path / "run"
-    fit(recipe(still, workers=1, **settings), alone, reporter=Reporter())
+    single = tmp_path / "single"
+    run = tmp_path / "run"
+    fit(recipe(no_dropout, workers=1, **settings), single, reporter=Reporter())
     for workers, last in ((3, 5), (2, 9), (1, 13)):
         with pytest.raises(Stopped):
-            fit(recipe(still, workers=workers, **settings), run, resume=True, reporter=Examples(last))
-    report = fit(recipe(still, workers=2, **settings), run, resume=True, reporter=Reporter())
+            fit(recipe(no_dropout, workers=workers, **settings), run, resume=True, reporter=StopAfter(last))
+    report = fit(recipe(no_dropout, workers=2, **settings), run, resume=True, reporter=Reporter())
     assert report.progress.step == 20
-    logs = [[event for event in read_log(path / LOG) if event["event"] == "train"] for path in (alone, run)]
+    logs = [[event for event in read_log(path / LOG) if event["event"] == "train"] for path in (single, run)]
     for one, other in zip(*logs, strict=True):
         for key in ("step", "epoch", "examples", "tokens"):
             assert one[key] == other[key]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    for name, x in load_file(alone / WEIGHTS).items():
+    for name, x in load_file(single / WEIGHTS).items():
         torch.testing.assert_close(load_file(run / WEIGHTS)[name], x, rtol=1e-3, atol=1e-4)

@@ -45,7 +45,7 @@ def train_and_kill(channel: Channel, settings: dict[str, Any]) -> None:
         threading.Timer(settings["delay"], os.kill, (os.getpid(), settings["number"])).start()
 
     run = Path(settings["run"])
-    fit(load_recipe(settings["recipe"]), run, resume=True, reporter=At(settings["step"], kill))
+    fit(load_recipe(settings["recipe"]), run, resume=True, reporter=CallAfter(settings["step"], kill))
 
 
 def result(run: Path) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def others(run: Path) -> list[int]:
     return pids
 
 
-class At(Reporter):
+class CallAfter(Reporter):
     """Does something after a step."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
@@ -132,7 +132,7 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
         assert run_and_kill(order, run, 15, 0.0, signal.SIGTERM) == 143
     else:
         with pytest.raises(Stopped) as stopped:
-            fit(order, run, resume=True, reporter=At(15, terminate))
+            fit(order, run, resume=True, reporter=CallAfter(15, terminate))
         assert stopped.value.code == 143
         assert signal.set_wakeup_fd(-1) == -1
     saved = [p.name for p in (run / "training").glob("step-*")]
@@ -143,7 +143,7 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
         first = len(ranks)
         died = rf"process 1 of {workers} was killed by signal 9 \(out of memory\?\); the last checkpoint is safe, go on"
         with pytest.raises(ChildDied, match=died):
-            fit(order, run, resume=True, reporter=At(20, lambda: ranks[first].kill()))
+            fit(order, run, resume=True, reporter=CallAfter(20, lambda: ranks[first].kill()))
 
     fit(order, run, resume=True, reporter=Reporter())
     assert result(run) == result(uninterrupted), f"killed {delay} s after step {at}"
@@ -202,7 +202,7 @@ def test_a_crash_at_any_write_loses_nothing(
 def test_other_signals_save_too(recipe: MakeRecipe, tmp_path: Path, number: signal.Signals, code: int) -> None:
     handler = signal.getsignal(number)
     with pytest.raises(Stopped) as stopped:
-        fit(recipe(steps=100_000), tmp_path / "run", reporter=At(5, lambda: send(number)))
+        fit(recipe(steps=100_000), tmp_path / "run", reporter=CallAfter(5, lambda: send(number)))
     assert stopped.value.code == code
     assert (tmp_path / "run/training/step-00000006").is_dir()
     assert signal.getsignal(number) is handler
@@ -211,7 +211,7 @@ def test_other_signals_save_too(recipe: MakeRecipe, tmp_path: Path, number: sign
 def test_nohup_is_respected(recipe: MakeRecipe, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        report = fit(recipe(steps=4), tmp_path / "run", reporter=At(2, lambda: send(signal.SIGHUP)))
+        report = fit(recipe(steps=4), tmp_path / "run", reporter=CallAfter(2, lambda: send(signal.SIGHUP)))
     finally:
         signal.signal(signal.SIGHUP, before)
     assert report.progress.finished == "steps"
@@ -251,6 +251,6 @@ def test_a_run_has_one_writer(recipe: MakeRecipe, tmp_path: Path) -> None:
             refused.append(error)
             assert result(run) == before
 
-    report = fit(order, run, reporter=At(3, train_there))
+    report = fit(order, run, reporter=CallAfter(3, train_there))
     assert len(refused) == 2 and report.progress.finished == "steps"
     assert not (run / "training/lock").exists()

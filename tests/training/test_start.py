@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_resume import At, result, send
+from test_resume import CallAfter, result, send
 from test_tasks import labelled_file, tables, train
 
 from kit.backwards import MakeRecipe
@@ -129,7 +129,7 @@ def test_adapters_resume_bit_for_bit_even_if_the_base_is_gone(bases: Path, tmp_p
     recipe = load_recipe(order)
     fit(recipe, tmp_path / "uninterrupted", reporter=Reporter())
     with pytest.raises(Stopped):
-        fit(recipe, tmp_path / "run", reporter=At(4, lambda: send(signal.SIGTERM)))
+        fit(recipe, tmp_path / "run", reporter=CallAfter(4, lambda: send(signal.SIGTERM)))
     shutil.rmtree(tmp_path / "base")
     fit(recipe, tmp_path / "run", resume=True, reporter=Reporter())
     assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")

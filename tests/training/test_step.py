@@ -1,3 +1,5 @@
+"""Training steps: gradients, clipping, precision, schedules, optimizer state and weight averages."""
+
 from __future__ import annotations
 
 import math
@@ -50,27 +52,27 @@ def gradients(stepper: Stepper) -> list[torch.Tensor]:
     return [p.grad for p in stepper.model.parameters() if p.grad is not None]
 
 
-def test_accumulated_batches_are_one_large_batch() -> None:
+def test_accumulated_batches_equal_one_large_batch() -> None:
     whole, parts = make(config()), make(config())
     total = sum(len(target) for _, target in ROWS)
     one = whole.backward(1, [batch(ROWS, config(), total)])
-    nothing = batch(ROWS[:1], config(), total)[0], 0.0
-    many = parts.backward(1, [batch(ROWS[:1], config(), total), nothing, batch(ROWS[1:], config(), total)])
+    empty = batch(ROWS[:1], config(), total)[0], 0.0
+    many = parts.backward(1, [batch(ROWS[:1], config(), total), empty, batch(ROWS[1:], config(), total)])
     assert one == pytest.approx(many, rel=1e-5)
     for a, b in zip(gradients(whole), gradients(parts), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_the_gradient_is_that_of_the_mean_loss() -> None:
+def test_gradient_equals_the_gradient_of_the_mean_loss() -> None:
     stepper = make(config())
     total = sum(len(target) for _, target in ROWS)
     nll, smoothed, norm = stepper.backward(1, [batch(ROWS, config(), total)])
     reference = make(config()).model.train()
-    given, _ = batch(ROWS, config(), total)
-    logits = reference(given.source_BS, given.source_keep_BS, given.input_BT)
+    inputs, _ = batch(ROWS, config(), total)
+    logits = reference(inputs.source_BS, inputs.source_keep_BS, inputs.input_BT)
     for value, smoothing in ((nll, 0.0), (smoothed, 0.1)):
         loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), given.label_BT.flatten(), ignore_index=0, label_smoothing=smoothing
+            logits.flatten(0, 1), inputs.label_BT.flatten(), ignore_index=0, label_smoothing=smoothing
         )
         assert value / total == pytest.approx(float(loss.detach()), rel=1e-5)
     loss.backward()
@@ -81,26 +83,26 @@ def test_the_gradient_is_that_of_the_mean_loss() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_weight_of_every_preset_learns(name: str) -> None:
+def test_every_parameter_of_every_preset_gets_a_gradient(name: str) -> None:
     """Data-parallel training waits for the gradient of each parameter."""
     shape = config(name)
     stepper = make(shape)
-    given, weight = batch(ROWS, shape, 9)
+    inputs, weight = batch(ROWS, shape, 9)
     if shape.encoder is None:
-        given = given._replace(source_BS=given.source_BS[:, :0], source_keep_BS=None)
+        inputs = inputs._replace(source_BS=inputs.source_BS[:, :0], source_keep_BS=None)
     if shape.decoder is None:
-        given = given._replace(label_BT=given.source_BS, keep_BT=given.source_keep_BS)
+        inputs = inputs._replace(label_BT=inputs.source_BS, keep_BT=inputs.source_keep_BS)
     if shape.classes is not None:
-        given = given._replace(label_BT=torch.zeros(len(ROWS), 1, dtype=torch.int64), keep_BT=None)
+        inputs = inputs._replace(label_BT=torch.zeros(len(ROWS), 1, dtype=torch.int64), keep_BT=None)
     if shape.patches is not None:
         patches = shape.patches
         images = torch.randn(len(ROWS), patches.channels, patches.height, patches.width)
-        given = given._replace(source_BS=images, source_keep_BS=None)
-    stepper.backward(1, [(given, weight)])
+        inputs = inputs._replace(source_BS=images, source_keep_BS=None)
+    stepper.backward(1, [(inputs, weight)])
     assert [n for n, p in stepper.model.named_parameters() if p.grad is None] == []
 
 
-def test_random_numbers_depend_on_the_step_alone() -> None:
+def test_random_numbers_depend_only_on_the_step() -> None:
     shape = config(dropout=0.5)
     first, second = make(shape), make(shape)
     first.backward(1, [batch(ROWS, shape, 9)])
@@ -113,7 +115,7 @@ def test_random_numbers_depend_on_the_step_alone() -> None:
     assert len({tuple(stepper.backward(7, [batch(ROWS, shape, 9)])) for stepper in sampling}) == 1
 
 
-def test_clipping_bounds_the_norm_and_small_gradients_pass() -> None:
+def test_clipping_bounds_the_norm_and_keeps_small_gradients() -> None:
     stepper = make(config(), clip=0.01)
     norm = stepper.backward(1, [batch(ROWS, config(), 9)])[2]
     before = [g.clone() for g in gradients(stepper)]
@@ -126,18 +128,18 @@ def test_clipping_bounds_the_norm_and_small_gradients_pass() -> None:
     assert float(clipped) == pytest.approx(norm / 8, rel=1e-5)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_moves_nothing(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_losses_do_not_change_the_weights(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     stepper = make(config())
     stepper.backward(1, [batch(ROWS, config(), 9)])
     before = [p.detach().clone() for p in stepper.model.parameters()]
     original = stepper.objective.forward
 
-    def broken(given: Batch) -> Loss:
-        loss = original(given)
-        return loss._replace(smoothed=loss.smoothed + bad)  # the gradients themselves would be finite
+    def non_finite(inputs: Batch) -> Loss:
+        loss = original(inputs)
+        return loss._replace(smoothed=loss.smoothed + value)  # its gradients are finite
 
-    monkeypatch.setattr(stepper.objective, "forward", broken)
+    monkeypatch.setattr(stepper.objective, "forward", non_finite)
     norm = stepper.backward(2, [batch(ROWS[:2], config(), 9), batch(ROWS[2:], config(), 9)])[2]
     assert math.isnan(norm)
     assert not stepper.update(1, 1e-3, norm)
@@ -145,14 +147,14 @@ def test_what_is_not_finite_moves_nothing(bad: float, monkeypatch: pytest.Monkey
     assert not stepper.optimizer.state
 
 
-def test_bf16_is_close_to_fp32() -> None:
+def test_bf16_losses_and_norm_are_close_to_fp32() -> None:
     a = make(config()).backward(1, [batch(ROWS, config(), 9)])
     b = make(config(), precision="bf16").backward(1, [batch(ROWS, config(), 9)])
     assert a != b
     assert a == pytest.approx(b, rel=0.05)
 
 
-def test_bf16_moves_the_weights_that_fp32_moves() -> None:
+def test_bf16_gradients_have_the_direction_of_fp32_gradients() -> None:
     steppers = [make(config(), precision=precision) for precision in ("fp32", "bf16")]
     for stepper in steppers:
         stepper.backward(1, [batch(ROWS, config(), 9)])
@@ -161,7 +163,7 @@ def test_bf16_moves_the_weights_that_fp32_moves() -> None:
     assert torch.cosine_similarity(one, other, dim=0) > 0.99
 
 
-def test_noam_is_the_papers_formula() -> None:
+def test_noam_schedule_equals_the_formula_of_the_paper() -> None:
     train = Train(schedule="noam", lr=2.0, warmup=4000)
     for step in (1, 100, 4000, 4001, 100_000):
         expected = 2.0 * 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
@@ -169,7 +171,7 @@ def test_noam_is_the_papers_formula() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["inverse_sqrt", "cosine", "linear", "constant"])
-def test_rises_linearly_to_the_peak(schedule: str) -> None:
+def test_warm_up_rises_linearly_to_the_peak(schedule: str) -> None:
     train = Train(schedule=schedule, lr=0.5, warmup=10)  # type: ignore[arg-type]
     assert [learning_rate(train, step, 0.0, 512) for step in range(1, 11)] == pytest.approx(
         [0.05 * step for step in range(1, 11)]
@@ -177,7 +179,7 @@ def test_rises_linearly_to_the_peak(schedule: str) -> None:
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1), st.integers(0, 1000))
-def test_shapes_after_the_warm_up(step: int, done: float, warmup: int) -> None:
+def test_schedules_follow_their_formulas_after_the_warm_up(step: int, done: float, warmup: int) -> None:
     def rate(schedule: str) -> float:
         train = Train(schedule=schedule, lr=1.0, warmup=warmup)  # type: ignore[arg-type]
         return learning_rate(train, step + warmup, done, 64)
@@ -188,20 +190,20 @@ def test_shapes_after_the_warm_up(step: int, done: float, warmup: int) -> None:
     assert rate("linear") == pytest.approx(1 - done)
 
 
-def test_a_spent_budget_ends_at_zero() -> None:
+def test_cosine_and_linear_schedules_end_at_zero() -> None:
     assert learning_rate(Train(schedule="cosine"), 10_000, 1.0, 64) == pytest.approx(0, abs=1e-12)
     assert learning_rate(Train(schedule="linear"), 10_000, 1.7, 64) == 0
 
 
-def test_biases_and_norms_do_not_decay() -> None:
+def test_weight_decay_excludes_biases_and_norms() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     optimizer = make_optimizer(model, Train(weight_decay=0.5))
-    decayed = [p for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]]
-    assert decayed == [model[0].weight]
+    weights = [p for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]]
+    assert weights == [model[0].weight]
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw"])
-def test_restored_goes_on_bit_for_bit(kind: str) -> None:
+def test_restored_optimizer_continues_bit_for_bit(kind: str) -> None:
     train = Train(optimizer=kind, weight_decay=0.1)  # type: ignore[arg-type]
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
@@ -219,17 +221,17 @@ def test_restored_goes_on_bit_for_bit(kind: str) -> None:
     steps(model, optimizer, range(1, 4))
     saved = {name: x.clone() for name, x in optimizer_tensors(optimizer, model).items()}
     other.load_state_dict(model.state_dict())
-    again = make_optimizer(other, train)
-    restore_optimizer(again, other, saved)
+    restored = make_optimizer(other, train)
+    restore_optimizer(restored, other, saved)
     steps(model, optimizer, range(4, 7))
-    steps(other, again, range(4, 7))
+    steps(other, restored, range(4, 7))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     del saved["bias:exp_avg"]
     with pytest.raises(KeyError, match="bias:exp_avg"):
-        restore_optimizer(again, other, saved)
+        restore_optimizer(restored, other, saved)
 
 
-def test_ema_is_its_recurrence() -> None:
+def test_ema_equals_its_recurrence() -> None:
     model = nn.Linear(2, 2)
     ema = Ema(model, 0.9)
     expected = model.weight.detach().clone()
@@ -242,24 +244,28 @@ def test_ema_is_its_recurrence() -> None:
     torch.testing.assert_close(ema.weights["weight"], expected)
 
 
-def test_a_long_ema_updated_now_and_then_is_nearly_the_one_updated_at_every_step() -> None:
-    model, steps = nn.Linear(1, 1), 3000
-    ema, expected, looks = Ema(model, 0.998), model.weight.detach().clone(), 0
+def test_infrequent_updates_approximate_a_long_ema() -> None:
+    steps = 3000
+    updates = 0
+    model = nn.Linear(1, 1)
+    ema = Ema(model, 0.998)
+    expected = model.weight.detach().clone()
     for step in range(1, steps):
         with torch.no_grad():
             model.weight.fill_(math.sin(step / 700))
         before = ema.weights["weight"].clone()
         ema.update(model, step)
-        looks += not torch.equal(before, ema.weights["weight"])
+        updates += not torch.equal(before, ema.weights["weight"])
         decay = min(0.998, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * model.weight.detach()
     torch.testing.assert_close(ema.weights["weight"], expected, rtol=0.01, atol=0.005)
-    assert looks < steps / 2
+    assert updates < steps / 2
 
 
-def test_swapped_weights_are_put_back_even_after_an_error() -> None:
+def test_swapped_weights_are_restored_after_an_error() -> None:
     model = nn.Linear(2, 2)
-    own, pointer = model.weight.detach().clone(), model.weight.data_ptr()
+    own = model.weight.detach().clone()
+    pointer = model.weight.data_ptr()
     other = {name: torch.zeros_like(x) for name, x in weights_of(model).items()}
     with pytest.raises(RuntimeError, match="inside"), swapped_weights(model, other):
         assert not model.weight.any()
@@ -267,7 +273,7 @@ def test_swapped_weights_are_put_back_even_after_an_error() -> None:
     assert torch.equal(model.weight, own) and model.weight.data_ptr() == pointer
 
 
-def test_mean_of_equals_is_the_same() -> None:
+def test_mean_of_equal_weights_equals_them() -> None:
     weights = {"a": torch.randn(5), "b": torch.randn(2, 3)}
     assert all(torch.equal(x, weights[name]) for name, x in mean_weights([weights] * 3).items())
     assert torch.equal(mean_weights([{"a": torch.tensor([1.0])}, {"a": torch.tensor([2.0])}])["a"], torch.tensor([1.5]))
@@ -284,7 +290,7 @@ def test_mean_of_equals_is_the_same() -> None:
         ("rnn-luong", {"recompute": True}, 1, "cpu", ["recompute"]),
     ],
 )
-def test_settings_that_do_nothing_are_named(
+def test_settings_without_effect_cause_warnings(
     preset_name: str, settings: dict[str, Any], size: int, device: str, unused: list[str]
 ) -> None:
     warnings = unused_settings(Model(config(preset_name)), Train(**settings), ProcessGroup(size=size, device=device))

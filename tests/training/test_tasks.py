@@ -1,4 +1,4 @@
-"""Every task from a file to a run that has learned something, and resumes as if nothing had happened."""
+"""Every task trains from a file, learns, and resumes to the result of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_resume import At, result, send
+from test_resume import CallAfter, result, send
 
 from regard.config import to_toml
 from regard.errors import UserError
@@ -29,7 +29,7 @@ WORDS = ("sun", "moon", "star", "cloud", "rain")
 
 
 def text_file(path: Path, words: int = 2500, seed: int = 1) -> Path:
-    """Text whose next letter is mostly known: words in a fixed order, lines of varying length."""
+    """Predictable text: words in a fixed order, in lines of varying length."""
     draw = random.Random(seed)
     pieces = [WORDS[index % len(WORDS)] + ("\n" if draw.random() < 0.2 else " ") for index in range(words)]
     path.write_text("".join(pieces), encoding="utf-8")
@@ -49,7 +49,7 @@ def labelled_file(path: Path, count: int = 300) -> Path:
 
 
 def image_file(path: Path, count: int = 300, **arrays: Any) -> Path:
-    """Images with one bright corner, which is the label."""
+    """Images with one bright corner; the label is the number of the corner."""
     draw = np.random.default_rng(3)
     labels = draw.integers(4, size=count)
     images = draw.integers(0, 60, (count, 4, 4)).astype(np.uint8)
@@ -84,15 +84,15 @@ def train(order: dict[str, Any], run: Path) -> TrainingReport:
 
 
 def entropy(path: Path) -> float:
-    """Of a token, knowing nothing but how often each occurs."""
+    """Entropy per character, computed from the character frequencies."""
     counts = Counter(path.read_text())
     return -sum(n * math.log(n / counts.total()) for n in counts.values()) / counts.total()
 
 
 @pytest.mark.parametrize(("task", "share"), [("lm", 0.35), ("masked", 0.6), ("span", 0.6)])
-def test_text_is_learned(task: str, share: float, tmp_path: Path) -> None:
-    near = TINY | {"position": "bucket"}  # where neighbours are easily told apart
-    model = {"encoder": near, "decoder": near} if task == "masked" else {}
+def test_loss_on_text_falls_below_the_entropy_of_characters(task: str, share: float, tmp_path: Path) -> None:
+    bucketed = TINY | {"position": "bucket"}  # bucketed positions distinguish neighbours easily
+    model = {"encoder": bucketed, "decoder": bucketed} if task == "masked" else {}
     best = train(tables(task, tmp_path, model), tmp_path / "run").progress.best
     assert best is not None and best.value < share * entropy(tmp_path / f"{task}.txt")
     if task == "lm":
@@ -105,7 +105,7 @@ def test_text_is_learned(task: str, share: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["classify", "image"])
-def test_labels_are_learned(task: str, tmp_path: Path) -> None:
+def test_classifiers_learn_their_labels(task: str, tmp_path: Path) -> None:
     report = train(tables(task, tmp_path), tmp_path / "run")
     assert report.metric == "accuracy" and report.value is not None and report.value > 95
     run = Run.load(tmp_path / "run")
@@ -115,8 +115,8 @@ def test_labels_are_learned(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("task", "model"), [("masked", {"pooler": True}), ("image", {})])
-def test_two_processes_compute_what_one_does(task: str, model: dict[str, Any], tmp_path: Path) -> None:
-    """Also beside a layer that only whole sentences need, which gets no gradient."""
+def test_two_processes_log_the_values_of_one(task: str, model: dict[str, Any], tmp_path: Path) -> None:
+    """Also with a pooler, which gets no gradient in masked language modelling."""
     settings = {"steps": 3, "validate_every": 2, "log_every": 1, "batch_examples": 5, "accumulate": 2}
     for workers in (1, 2):
         train(tables(task, tmp_path, model, workers=workers, **settings), tmp_path / str(workers))
@@ -132,22 +132,24 @@ MEMORY = {"memory": 24, "position": "relative"}
 @pytest.mark.parametrize(
     ("task", "stack"), [("lm", {}), ("lm", MEMORY), ("masked", {}), ("span", {}), ("classify", {}), ("image", {})]
 )
-def test_interrupted_runs_end_like_uninterrupted_ones(task: str, stack: dict[str, Any], tmp_path: Path) -> None:
-    """With dropout and a moving average on, and in the middle of an epoch."""
+def test_resume_after_a_signal_gives_the_result_of_an_uninterrupted_run(
+    task: str, stack: dict[str, Any], tmp_path: Path
+) -> None:
+    """With dropout and a moving average, interrupted in the middle of an epoch."""
     shape = TINY | stack | {"dropout": 0.2}
     settings = {"steps": 12, "validate_every": 5, "log_every": 3, "ema": 0.9, "accumulate": 2}
     order = load_recipe(tables(task, tmp_path, {"encoder": shape, "decoder": shape}, **settings))
     fit(order, tmp_path / "uninterrupted", reporter=Reporter())
     with pytest.raises(Stopped):
-        fit(order, tmp_path / "run", reporter=At(7, lambda: send(signal.SIGTERM)))
-    saved = {path.name for path in (tmp_path / "run/training/step-00000008").iterdir()}
-    assert ("carried.safetensors" in saved) == bool(stack)
+        fit(order, tmp_path / "run", reporter=CallAfter(7, lambda: send(signal.SIGTERM)))
+    files = {path.name for path in (tmp_path / "run/training/step-00000008").iterdir()}
+    assert ("carried.safetensors" in files) == bool(stack)
     fit(order, tmp_path / "run", resume=True, reporter=Reporter())
     assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")
 
 
-def test_memory_helps_where_the_answer_lies_further_back_than_the_segment(tmp_path: Path) -> None:
-    """A capital letter repeats what came nine letters before: out of sight in segments of eight, unless remembered."""
+def test_memory_learns_dependencies_longer_than_a_segment(tmp_path: Path) -> None:
+    """A capital letter repeats the letter nine places before it; a segment of eight without memory does not reach it."""
     draw = random.Random(4)
     (tmp_path / "lm.txt").write_text(
         "".join(f"{letter}12345678{letter.upper()}\n" for letter in draw.choices("abcd", k=4000))
@@ -157,11 +159,11 @@ def test_memory_helps_where_the_answer_lies_further_back_than_the_segment(tmp_pa
         shape = TINY | {"memory": memory, "position": "relative"}
         order = tables("lm", tmp_path, {"encoder": shape, "decoder": shape}, context=8, steps=200)
         losses.append(train(order, tmp_path / f"run{memory}").value or 9)
-    known = math.log(4) / 11  # one letter of each line is a matter of chance, with memory
-    assert losses[0] > 2 * known and losses[1] < 1.4 * known
+    minimum = math.log(4) / 11  # with memory, only one letter of each line is random
+    assert losses[0] > 2 * minimum and losses[1] < 1.4 * minimum
 
 
-def test_segment_memory_belongs_to_one_process(tmp_path: Path) -> None:
+def test_segment_memory_requires_a_single_process(tmp_path: Path) -> None:
     shape = TINY | MEMORY
     with pytest.raises(UserError, match="one process"):
         train(tables("lm", tmp_path, {"encoder": shape, "decoder": shape}, workers=2), tmp_path / "run")
@@ -183,7 +185,7 @@ def test_segment_memory_belongs_to_one_process(tmp_path: Path) -> None:
         ("image", {"model": {"patches": {"height": 9, "size": 3}}}, "cannot be cut evenly"),
     ],
 )
-def test_mistakes_are_reported_before_anything_is_written(
+def test_errors_are_reported_before_files_are_written(
     task: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     order = tables("classify" if task == "pairs" else task, tmp_path) | {"task": task} | changes
@@ -192,25 +194,25 @@ def test_mistakes_are_reported_before_anything_is_written(
     assert not (tmp_path / "run/config.json").exists()
 
 
-def test_a_task_changes_defaults_and_resuming_need_not_repeat_them(tmp_path: Path) -> None:
+def test_tasks_have_own_defaults_and_resume_keeps_the_saved_settings(tmp_path: Path) -> None:
     assert load_recipe({}).train.label_smoothing == 0.1
     recipe = load_recipe({"task": "lm"})
     assert (recipe.train.label_smoothing, recipe.train.context, recipe.train.metric) == (0.0, 256, "loss")
     assert load_recipe({"task": "image"}).train.metric == "accuracy"
     assert load_recipe({"task": "lm", "train": {"label_smoothing": 0.3}}).train.label_smoothing == 0.3
     train(tables("lm", tmp_path, steps=2, label_smoothing=0.3), tmp_path / "run")
-    again = fit(load_recipe({"task": "lm", "train": {"steps": 3}}), tmp_path / "run", resume=True, reporter=Reporter())
-    assert again.progress.step == 3
+    report = fit(load_recipe({"task": "lm", "train": {"steps": 3}}), tmp_path / "run", resume=True, reporter=Reporter())
+    assert report.progress.step == 3
     assert "label_smoothing = 0.3" in (tmp_path / "run/recipe.toml").read_text()
 
 
-def test_the_file_may_be_shorter_than_the_context(tmp_path: Path) -> None:
+def test_text_shorter_than_the_context_can_be_trained(tmp_path: Path) -> None:
     (tmp_path / "lm.txt").write_text("a short text\n")
     report = train(tables("lm", tmp_path, context=512, steps=2), tmp_path / "run")
     assert report.value is not None and math.isfinite(report.value)
 
 
-def test_a_position_table_fits_the_longest_text(tmp_path: Path) -> None:
+def test_position_table_covers_the_longest_text(tmp_path: Path) -> None:
     path = labelled_file(tmp_path / "classify.txt")
     path.write_text(path.read_text() + "x" * 40 + "l\tsea\n")
     order = tables("classify", tmp_path, steps=2)
@@ -225,8 +227,8 @@ def test_a_position_table_fits_the_longest_text(tmp_path: Path) -> None:
     assert encoder is not None and encoder.max_length == 513
 
 
-def test_runs_from_before_there_were_tasks_can_be_resumed(tmp_path: Path) -> None:
-    """Their data says nothing of a task, and they have no list of fresh weights."""
+def test_runs_saved_without_a_task_can_be_resumed(tmp_path: Path) -> None:
+    """Recipe and prepared data of old versions have no task, and the run has no manifest."""
     path = labelled_file(tmp_path / "classify.txt")
     order = tables("classify", tmp_path, steps=2) | {"task": "pairs", "data": {"train": str(path)}}
     train(order, tmp_path / "run")
