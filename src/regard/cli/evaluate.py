@@ -138,7 +138,7 @@ def command(
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
     loaded = [*runs, other] if isinstance(other, Run) else runs
     if loaded and reads == "pairs":
-        decoding = usable_here(decoding, loaded[0].model.device)
+        decoding = usable_here(decoding, loaded[0])
     table = run if outputs is not None else file or STDIN
     source = _source(reads, table, loaded, target, columns, request.references, prefix_column)
     if source is not None:

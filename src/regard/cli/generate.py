@@ -110,8 +110,7 @@ def command(
             write_shards(request, answerer, lines, out, ray)
         else:
             for batch in lines.batches(answerer.options.window):
-                write(answerer.answer(lines, batch), end="")
-                flush()
+                write(answerer.answer(lines, batch), end="", flush=True)
     for remark in lines.remarks():
         message(remark)
 
@@ -123,7 +122,7 @@ def _stream(answerer: LineAnswerer, lines: InputLines) -> None:
             for text in answerer.shown(line, [empty_hypothesis({"error": line.error})]):
                 write(text)
         else:
-            pieces = answerer.answerer.stream(line.request)
+            pieces = answerer.stream(line.request)
             lines.unknown.count(pieces.unknown)
             for piece in pieces:
                 if answerer.json:

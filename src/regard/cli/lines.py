@@ -14,8 +14,6 @@ from threading import Thread
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-
 from regard.answers import Answerer, generation_json, label_json, open_engine, usable_options
 from regard.batch import windows
 from regard.cli import READER
@@ -233,7 +231,7 @@ class GenerateJob:
     prefix_column: bool = False
 
 
-class LineAnswerer:
+class LineAnswerer(Answerer):
     """Answers the lines of a job: requests in, lines of output out."""
 
     def __init__(self, job: GenerateJob, runs: Sequence[Run], options: Options, engine: EngineName) -> None:
@@ -245,13 +243,12 @@ class LineAnswerer:
         self.several = options.nbest > 1 or options.alternatives > 0  # plain output: the number and score of each text
         opened = None
         if "generate" in task.answers:
-            options = usable_here(options, self.run.model.device)
+            options = usable_here(options, self.run)
             if options.top_tokens and not self.json and not self.masks:
                 raise UserError("--top-tokens: plain output does not show them; give --json too")
             scores: Scores = "tokens" if self.json else "totals" if self.several else "none"
             opened = open_engine(runs, options, engine, scores, job.workers, job.threads)
-        self.answerer = Answerer(runs, options, opened)
-        self.options = options
+        super().__init__(runs, options, opened)
 
     def lines(self) -> InputLines:
         """A new reader of the file, with its own counts."""
@@ -269,7 +266,7 @@ class LineAnswerer:
         return "".join(f"{line}\n" for line in answers)
 
     def _decode(self, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
-        answers = self.answerer.generate([line.request for line in batch if not line.error])
+        answers = self.generate([line.request for line in batch if not line.error])
         for item, _ in answers:
             if item.unknown:
                 lines.unknown.count(item.unknown)
@@ -286,7 +283,7 @@ class LineAnswerer:
             if not line.error and line.request.source.strip()
         ]
         self.run.codec.note_unknown(texts, lines.unknown)
-        labels = iter(self.answerer.classify(texts))
+        labels = iter(self.classify(texts))
         for line in batch:
             if line.error:
                 label = Classification("", {}, {"error": line.error})
@@ -324,16 +321,12 @@ class LineAnswerer:
         others = {"targets_ignored": reader.targets_ignored, "degenerate": reader.degenerate}
         return {**reader.counter.counts(), **others, "unknown": vars(reader.unknown)}, output
 
-    def close(self) -> None:
-        """Release the engine."""
-        self.answerer.close()
 
-
-def usable_here(options: Options, device: torch.device) -> Options:
-    """The options with a precision that works on the device; a message warns that outputs may differ with it."""
+def usable_here(options: Options, run: Run) -> Options:
+    """The options with a precision that works for the run; a message warns that outputs may differ with it."""
     if options.precision == "fp32":
         return options
-    usable = usable_options(options, device, message)
+    usable = usable_options(options, run.model.device, message)
     if usable.precision != "fp32":
         message(f"precision: {usable.precision}: faster, but outputs and scores may differ from those in fp32")
     return usable

@@ -21,10 +21,12 @@ def message(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def out(line: str, end: str = "\n") -> None:
+def out(line: str, end: str = "\n", flush: bool = False) -> None:
     """Write a line of data."""
     with _report_errors():
         sys.stdout.write(line + end)
+        if flush:
+            sys.stdout.flush()
 
 
 def out_json(value: dict[str, Any]) -> None:
