@@ -110,7 +110,8 @@ def command(
             write_shards(request, answerer, lines, out, ray)
         else:
             for batch in lines.batches(answerer.options.window):
-                write(answerer.answer(lines, batch), end="", flush=True)
+                write(answerer.answer(lines, batch), end="")
+                flush()
     for remark in lines.remarks():
         message(remark)
 

@@ -21,12 +21,10 @@ def message(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def out(line: str, end: str = "\n", flush: bool = False) -> None:
+def out(line: str, end: str = "\n") -> None:
     """Write a line of data."""
     with _report_errors():
         sys.stdout.write(line + end)
-        if flush:
-            sys.stdout.flush()
 
 
 def out_json(value: dict[str, Any]) -> None:
