@@ -17,28 +17,29 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*command: object) -> str:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
-def test_the_containerfile_passes_hadolint():
+def test_containerfile_passes_hadolint():
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("hadolint is not installed")
     run(hadolint, ROOT / "Containerfile")
 
 
-def test_the_unit_passes_systemd_analyze(tmp_path):
+def test_systemd_unit_passes_systemd_analyze(tmp_path):
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
     text = (ROOT / "deploy/regard.service").read_text()
     assert "ExecStart=/opt/regard/bin/regard" in text
-    (tmp_path / "regard.service").write_text(text.replace("/opt/regard/bin/regard", "/bin/true"))  # which exists
+    text = text.replace("/opt/regard/bin/regard", "/bin/true")  # the verifier requires an existing program
+    (tmp_path / "regard.service").write_text(text)
     run("systemd-analyze", "verify", "--man=no", tmp_path / "regard.service")
 
 
-def test_the_manifests_are_valid_kubernetes():
+def test_kubernetes_manifests_are_valid():
     validate = pytest.importorskip("kubernetes_validate")
     yaml = pytest.importorskip("yaml")
     manifests = list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))
@@ -47,7 +48,7 @@ def test_the_manifests_are_valid_kubernetes():
         validate.validate(manifest, "1.31", strict=True)
 
 
-def test_nothing_runs_as_root_or_writes_outside_of_tmp():
+def test_server_does_not_run_as_root_and_writes_only_to_tmp():
     lines = (ROOT / "Containerfile").read_text().splitlines()
     assert [line for line in lines if line.startswith("USER ")] == ["USER 10001"]
     assert any(line.startswith("HEALTHCHECK ") for line in lines)
@@ -62,8 +63,8 @@ def test_nothing_runs_as_root_or_writes_outside_of_tmp():
 
 
 @pytest.mark.parametrize("name", ["Containerfile", "deploy/regard.service", "deploy/kubernetes.yaml"])
-def test_the_options_exist(name):
+def test_options_in_the_examples_exist(name):
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
-    given = set(re.findall(r"(?<![\w-])--(host|port|public|keys|workers|drain|[a-z]+)\b", "\n".join(lines)))
-    others = {"from", "system", "uid", "no", "shell", "interval", "timeout", "start"}  # of other programs
-    assert given - others <= {field.replace("_", "-") for field in ServeSettings.model_fields}
+    options = set(re.findall(r"(?<![\w-])--(host|port|public|keys|workers|drain|[a-z]+)\b", "\n".join(lines)))
+    others = {"from", "system", "uid", "no", "shell", "interval", "timeout", "start"}  # options of other programs
+    assert options - others <= {field.replace("_", "-") for field in ServeSettings.model_fields}

@@ -1,4 +1,4 @@
-"""The server over HTTP: its answers equal those of the library, even if its processes end."""
+"""The server over HTTP: its answers equal those of the library, even after its processes are killed."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from kit.toy import strict_json
 from regard.decode.ctranslate2 import CTranslate2Engine
 from regard.decode.request import Options
 
-KEY, ADMIN = "k" * 20, "a" * 20
+ADMIN = "a" * 20
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     path = tmp_path_factory.mktemp("serve")
-    made = {"toy": letters(), "lm": family("lm"), "cls": family("classes"), "mlm": family("masked")}
-    for name, run in made.items():
+    new_runs = {"toy": letters(), "lm": family("lm"), "cls": family("classes"), "mlm": family("masked")}
+    for name, run in new_runs.items():
         run.save(path / name)
-    return {name: path / name for name in made}
+    return {name: path / name for name in new_runs}
 
 
 @pytest.fixture(scope="module")
 def client(runs):
-    with serving(runs, max_inputs=500, receive=1.5, deadline=30.0) as each:
-        yield each
+    with serving(runs, max_inputs=500, receive=1.5, deadline=30.0) as client:
+        yield client
 
 
 WORDS = ["abc", "bcd", "cabba", "dab", "ab ba", "a", "dcba" * 3]
-CHOICES = [
+OPTIONS = [
     {},
     {"beam": 4, "nbest": 3},
     {"sample": True, "seed": 7, "nbest": 2, "temperature": 0.7, "top_k": 4},
@@ -55,8 +55,8 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("options", CHOICES, ids=lambda x: "-".join(x) or "greedy")
-def test_generate_answers_as_the_library_does(client, runs, options):
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "-".join(x) or "greedy")
+def test_generate_equals_the_library(client, runs, options):
     expected = [[h.as_dict() for h in row] for row in regard.load(runs["toy"]).generate(WORDS, **options)]
     reply = client.post("/v1/generate", {"run": "toy", "inputs": WORDS, **options})
     assert reply.status == 200, reply.body
@@ -64,7 +64,7 @@ def test_generate_answers_as_the_library_does(client, runs, options):
 
 
 def same(one, other) -> bool:
-    """Whether two answers are equal, except for rounding errors that depend on the batch."""
+    """Whether two answers are equal up to rounding errors, which depend on the batch."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -72,7 +72,7 @@ def same(one, other) -> bool:
     return one == pytest.approx(other, abs=1e-4) if isinstance(one, float) else one == other
 
 
-def test_inputs_have_constraints_of_their_own(client, runs):
+def test_inputs_of_a_request_may_have_different_constraints(client, runs):
     item = {"source": "abc", "prefix": "ba", "forbid": ["d"], "max_length": 6}
     expected = regard.load(runs["toy"]).generate([regard.Request(**item)])[0][0]
     assert (
@@ -81,63 +81,63 @@ def test_inputs_have_constraints_of_their_own(client, runs):
     )
 
 
-def test_concurrent_requests_share_batches_and_answers_stay_the_same(runs):
+def test_concurrent_requests_share_batches_without_changing_answers(runs):
     with serving({"toy": runs["toy"]}, workers=1) as client:
-        alone = {word: client.post("/v1/generate", {"inputs": word}).json["results"][0] for word in WORDS}
+        single_results = {word: client.post("/v1/generate", {"inputs": word}).json["results"][0] for word in WORDS}
         before = client.server.service.numbers.batches
         with ThreadPoolExecutor(16) as threads:
-            many = list(
+            replies = list(
                 threads.map(lambda word: (word, client.post("/v1/generate", {"inputs": word}).json), WORDS * 12)
             )
-        assert all(same(reply["results"][0], alone[word]) for word, reply in many)
-        assert client.server.service.numbers.batches - before < len(many)
+        assert all(same(reply["results"][0], single_results[word]) for word, reply in replies)
+        assert client.server.service.numbers.batches - before < len(replies)
 
 
-def test_a_stream_joins_to_the_output(client, runs):
+def test_stream_pieces_join_to_the_output(client, runs):
     for options in ({}, {"sample": True, "seed": 5}, {"stop": ["c"]}):
-        whole = regard.load(runs["toy"]).generate(["cabba"], **options)[0][0]
+        output = regard.load(runs["toy"]).generate(["cabba"], **options)[0][0]
         events = client.post("/v1/generate", {"run": "toy", "inputs": "cabba", "stream": True, **options}).events
-        assert "".join(event["piece"]["text"] for event in events[:-1]) == whole.text
-        assert same(events[-1]["result"]["hypotheses"][0], whole.as_dict())
+        assert "".join(event["piece"]["text"] for event in events[:-1]) == output.text
+        assert same(events[-1]["result"]["hypotheses"][0], output.as_dict())
     assert client.post("/v1/generate", {"run": "toy", "inputs": "a", "stream": True, "beam": 2}).status == 422
     assert client.post("/v1/generate", {"run": "toy", "inputs": ["a", "b"], "stream": True}).status == 422
 
 
-def test_translate_in_the_form_of_libretranslate(client, runs):
+def test_translate_supports_the_libretranslate_api(client, runs):
     run = regard.load(runs["toy"])
-    one = client.post("/translate", {"q": "abc", "source": "en", "target": "de", "alternatives": 2}).json
+    reply = client.post("/translate", {"q": "abc", "source": "en", "target": "de", "alternatives": 2}).json
     texts = [h.text for h in run.generate(["abc"], beam=4, nbest=3)[0]]
-    assert one == {"translatedText": texts[0], "alternatives": texts[1:]}
-    many = client.post("/translate", {"q": WORDS, "source": "en", "target": "de", "format": "text"}).json
-    assert many == {"translatedText": [row[0].text for row in run.generate(WORDS, beam=4)]}
+    assert reply == {"translatedText": texts[0], "alternatives": texts[1:]}
+    batch_reply = client.post("/translate", {"q": WORDS, "source": "en", "target": "de", "format": "text"}).json
+    assert batch_reply == {"translatedText": [row[0].text for row in run.generate(WORDS, beam=4)]}
     assert client.post("/translate", {"q": "abc", "source": "en", "target": "de", "format": "html"}).status == 422
 
 
-def test_runs_are_chosen_by_language_pair(runs):
+def test_language_pair_selects_the_run(runs):
     with serving({"en-de": runs["toy"], "en-fr": runs["toy"]}) as client:
         answer = client.post("/translate", {"q": "abc", "source": "en", "target": "fr"})
         assert answer.status == 200
-        missing = client.post("/translate", {"q": "abc", "source": "de", "target": "en"})
-        assert missing.status == 422 and "en-de, en-fr" in missing.json["error"]["message"]
+        refusal = client.post("/translate", {"q": "abc", "source": "de", "target": "en"})
+        assert refusal.status == 422 and "en-de, en-fr" in refusal.json["error"]["message"]
         assert client.post("/translate", {"q": "abc", "source": "auto", "target": "de"}).status == 200
         assert client.get("/languages").json == [{"code": "en", "name": "en", "targets": ["de", "fr"]}]
         assert "which one of en-de, en-fr" in client.post("/v1/generate", {"inputs": "abc"}).json["error"]["message"]
 
 
-def test_openai_clients_are_understood(client, runs):
+def test_openai_client_completes_prompts(client, runs):
     openai = pytest.importorskip("openai")
     api = openai.OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0)
     assert "lm" in [model.id for model in api.models.list()]
     run = regard.load(runs["lm"])
-    whole = run.generate(["ab"], max_length=7)[0][0]
-    plain = api.completions.create(model="lm", prompt="ab", max_tokens=7, temperature=0, logprobs=2)
-    assert plain.choices[0].text == whole.text and plain.usage.completion_tokens == len(whole.tokens)
-    assert plain.choices[0].logprobs.token_logprobs == pytest.approx(whole.token_scores)
-    drawn = run.generate(["ab"], max_length=7, sample=True, seed=3, temperature=0.9, nbest=2)[0]
-    several = api.completions.create(model="lm", prompt="ab", max_tokens=7, seed=3, temperature=0.9, n=2)
-    assert [choice.text for choice in several.choices] == [h.text for h in drawn]
+    output = run.generate(["ab"], max_length=7)[0][0]
+    completion = api.completions.create(model="lm", prompt="ab", max_tokens=7, temperature=0, logprobs=2)
+    assert completion.choices[0].text == output.text and completion.usage.completion_tokens == len(output.tokens)
+    assert completion.choices[0].logprobs.token_logprobs == pytest.approx(output.token_scores)
+    samples = run.generate(["ab"], max_length=7, sample=True, seed=3, temperature=0.9, nbest=2)[0]
+    sample_completion = api.completions.create(model="lm", prompt="ab", max_tokens=7, seed=3, temperature=0.9, n=2)
+    assert [choice.text for choice in sample_completion.choices] == [h.text for h in samples]
     chunks = list(api.completions.create(model="lm", prompt="ab", max_tokens=7, temperature=0, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
+    assert "".join(chunk.choices[0].text for chunk in chunks) == output.text
     assert chunks[-1].choices[0].finish_reason in ("stop", "length")
     with pytest.raises(openai.UnprocessableEntityError, match="stop"):
         api.completions.create(model="lm", prompt="ab", stop="")
@@ -145,55 +145,55 @@ def test_openai_clients_are_understood(client, runs):
         api.completions.create(model="nothing", prompt="ab")
 
 
-def test_score_classify_embed_and_inspect(client, runs):
+def test_score_classify_embed_and_inspect_equal_the_library(client, runs):
     score = client.post("/v1/score", {"run": "toy", "pairs": [{"source": "abc", "target": "cab"}]}).json["results"]
     assert score[0]["score"] == pytest.approx(regard.load(runs["toy"]).score([("abc", "cab")])[0].score)
     label = client.post("/v1/classify", {"inputs": ["abc", "dab"]}).json["results"]
     assert [x["label"] for x in label] == [c.label for c in regard.load(runs["cls"]).classify(["abc", "dab"])]
     vector = client.post("/v1/embed", {"inputs": ["abc"]}).json["results"][0]["vector"]
     assert vector == pytest.approx(regard.load(runs["mlm"]).embed(["abc"])[0].tolist())
-    filled = client.post("/v1/generate", {"run": "mlm", "inputs": "a<mask>c", "top_tokens": 3}).json["results"][0]
+    result = client.post("/v1/generate", {"run": "mlm", "inputs": "a<mask>c", "top_tokens": 3}).json["results"][0]
     expected = regard.load(runs["mlm"]).generate(["a<mask>c"], top_tokens=3)[0]
-    assert same(filled["hypotheses"], [h.as_dict() for h in expected])
+    assert same(result["hypotheses"], [h.as_dict() for h in expected])
     page = client.post("/v1/inspect", {"run": "toy", "source": "abc<b>"}).json["html"]
     assert page.startswith("<!doctype html>") and "abc<b>" not in page
     assert client.post("/v1/classify", {"run": "toy", "inputs": ["a"]}).status == 422
-    wrong = client.post("/v1/generate", {"run": "mlm", "inputs": "a<mask>", "beam": 2})
-    assert wrong.status == 422 and str(runs["mlm"].parent) not in wrong.body.decode()
+    refusal = client.post("/v1/generate", {"run": "mlm", "inputs": "a<mask>", "beam": 2})
+    assert refusal.status == 422 and str(runs["mlm"].parent) not in refusal.body.decode()
 
 
-def test_attention_comes_with_the_output(client, runs):
+def test_attention_is_returned_with_the_output(client, runs):
     body = {"run": "toy", "inputs": ["abc"], "max_length": 5, "attention": True}
     result = client.post("/v1/generate", body).json["results"][0]
     trace = regard.load(runs["toy"]).attention("abc", result["hypotheses"][0]["text"])
     assert {m["name"] for m in result["attention"]["maps"]} == {m.name for m in trace.maps}
     assert result["attention"]["tokens"] == {name: list(row) for name, row in trace.tokens.items()}
-    for got, expected in zip(result["attention"]["maps"], trace.maps, strict=True):
-        assert same(got["weights"], expected.weights_HTS.tolist())
+    for actual, expected in zip(result["attention"]["maps"], trace.maps, strict=True):
+        assert same(actual["weights"], expected.weights_HTS.tolist())
     assert client.post("/v1/generate", body | {"stream": True}).status == 422
 
 
-def test_one_bad_input_fails_alone(client):
+def test_invalid_input_does_not_affect_other_inputs(client):
     texts = ["abc", {"source": "b", "features": "V"}, "dab"]
-    good, bad, other = client.post("/v1/generate", {"run": "toy", "inputs": texts}).json["results"]
-    assert "features" in json.dumps(bad.get("error") or bad["hypotheses"][0]["flags"]["error"])
-    for each, text in ((good, "abc"), (other, "dab")):
-        assert same(each, client.post("/v1/generate", {"run": "toy", "inputs": text}).json["results"][0])
+    first, invalid, last = client.post("/v1/generate", {"run": "toy", "inputs": texts}).json["results"]
+    assert "features" in json.dumps(invalid.get("error") or invalid["hypotheses"][0]["flags"]["error"])
+    for result, text in ((first, "abc"), (last, "dab")):
+        assert same(result, client.post("/v1/generate", {"run": "toy", "inputs": text}).json["results"][0])
 
 
-def test_metrics_hold_no_text(client):
+def test_metrics_contain_no_text_of_requests(client):
     client.post("/v1/generate", {"run": "toy", "inputs": "cabba"})
     text = client.get("/metrics").body.decode()
     assert 'regard_requests_total{path="/v1/generate",status="200"}' in text and "cabba" not in text
     samples = {x.name: x for family in text_string_to_metric_families(text) for x in family.samples if x.labels}
     assert samples["regard_request_seconds_count"].value >= 1 and samples["regard_batch_inputs_count"].value >= 1
-    assert samples["regard_request_seconds_bucket"].labels["le"] == "+Inf"  # the last one, of all values
+    assert samples["regard_request_seconds_bucket"].labels["le"] == "+Inf"  # the last bucket counts all values
     assert {name for x in samples.values() for name in x.labels} == {"path", "status", "run", "kind", "le"}
     client.get("/secret-path")
     assert "secret" not in client.get("/metrics").body.decode()
 
 
-def test_a_client_that_leaves_cancels_its_work(client):
+def test_disconnecting_client_cancels_its_request(client):
     body = json.dumps({"run": "toy", "inputs": ["abcd" * 20] * 200, "beam": 20, "min_length": 200, "max_length": 250})
     with socket.create_connection(("127.0.0.1", client.server.port)) as connection:
         connection.sendall(
@@ -205,7 +205,7 @@ def test_a_client_that_leaves_cancels_its_work(client):
     wait_for(lambda: service.idle)
 
 
-def test_a_killed_worker_is_replaced_and_nothing_is_left_hanging(runs):
+def test_killed_worker_is_replaced_and_every_request_is_answered(runs):
     with serving({"toy": runs["toy"]}, workers=2) as client, ThreadPoolExecutor(8) as threads:
         service = client.server.service
         body = {"inputs": ["abcd" * 5] * 3, "beam": 5}
@@ -216,12 +216,12 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_hanging(runs):
         replies = [each.result(60) for each in pending]
         assert {reply.status for reply in replies} <= {200, 503}
         assert all(same(reply.json, expected) for reply in replies if reply.status == 200)
-        os.kill(service._pool.workers[0].pid, signal.SIGKILL)  # idle ones too
+        os.kill(service._pool.workers[0].pid, signal.SIGKILL)  # an idle worker is replaced too
         wait_for(lambda: service.numbers.restarts == 2 and service.workers == 2, seconds=5)
         assert same(client.post("/v1/generate", body).json, expected)
 
 
-def test_a_template_that_died_is_started_again(runs):
+def test_killed_template_is_restarted(runs):
     with serving({"toy": runs["toy"]}, workers=1) as client:
         service = client.server.service
         service._pool._template._process.kill()
@@ -231,16 +231,16 @@ def test_a_template_that_died_is_started_again(runs):
         assert client.post("/v1/generate", {"inputs": "abc"}).status == 200
 
 
-def test_processes_end_with_the_server_and_leave_nothing_behind(runs):
+def test_processes_end_when_the_server_stops(runs):
     with serving({"toy": runs["toy"]}, workers=2) as client:
         pool = client.server.service._pool
         pids = [pool._template._process.pid, *(worker.pid for worker in pool.workers)]
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-        began = time.monotonic()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() - began < 10
+        start = time.monotonic()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() - start < 10
 
 
-def test_processes_end_with_a_server_that_is_killed(runs):
+def test_processes_end_when_the_server_is_killed(runs):
     command = [sys.executable, "-m", "regard", "serve", str(runs["toy"]), "--port", "0", "--workers", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         while not server.stderr.readline().startswith("serving"):
@@ -257,38 +257,41 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def test_reload_takes_the_new_weights_and_drops_no_request(runs, tmp_path):
+def test_reload_serves_the_new_weights_and_drops_no_request(runs, tmp_path):
     path = tmp_path / "run"
     letters().save(path)
     (tmp_path / "keys").write_text(f"admin {ADMIN}\n")
     with serving({"toy": path}, keys=str(tmp_path / "keys")) as client:
-        bearer, statuses, stop = f"Bearer {ADMIN}", [], threading.Event()
+        bearer = f"Bearer {ADMIN}"
+        statuses = []
+        stop = threading.Event()
 
-        def ask() -> None:
+        def send_requests() -> None:
             while not stop.is_set():
                 statuses.append(client.post("/v1/generate", {"inputs": "abc"}, Authorization=bearer).status)
 
-        asking = threading.Thread(target=ask)
-        asking.start()
-        other = letters(layers=1)
-        other.save(path)
+        sender = threading.Thread(target=send_requests)
+        sender.start()
+        new_run = letters(layers=1)
+        new_run.save(path)
         assert client.post("/v1/runs/reload", {}, Authorization=bearer).status == 200
-        text = client.post("/v1/generate", {"inputs": "abc"}, Authorization=bearer).json["results"][0]["hypotheses"][0]
+        reply = client.post("/v1/generate", {"inputs": "abc"}, Authorization=bearer)
+        hypothesis = reply.json["results"][0]["hypotheses"][0]
         (path / "config.json").write_text("{}")
-        refused = client.post("/v1/runs/reload", {}, Authorization=bearer)
-        assert refused.status == 422 and "the old runs stay" in refused.json["error"]["message"]
+        refusal = client.post("/v1/runs/reload", {}, Authorization=bearer)
+        assert refusal.status == 422 and "the old runs stay" in refusal.json["error"]["message"]
         stop.set()
-        asking.join()
-        assert text["text"] == other_text(other) and set(statuses) == {200}
+        sender.join()
+        assert hypothesis["text"] == best_text(new_run) and set(statuses) == {200}
 
 
-def other_text(run) -> str:
+def best_text(run) -> str:
     from regard.decode.engine import generate
 
     return next(iter(generate(run, ["abc"])))[0].text
 
 
-def test_sigterm_finishes_what_was_accepted(runs):
+def test_stopping_server_answers_all_accepted_requests(runs):
     with serving({"toy": runs["toy"]}, workers=1) as client, ThreadPoolExecutor(9) as threads:
         body = {"inputs": ["abcd" * 5] * 5, "beam": 5}
         pending = [threads.submit(client.post, "/v1/generate", body) for _ in range(8)]
@@ -302,14 +305,14 @@ def test_sigterm_finishes_what_was_accepted(runs):
 
 
 def wait_for(condition, seconds: float = 15) -> None:
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_a_client_object_exists_for_every_route(client: Client):
-    """The API description names every route, and its references exist."""
+def test_api_description_contains_every_route(client: Client):
+    """Its schema references resolve too."""
     api = client.get("/openapi.json").json
     assert {route.path for route in client.server.routes} == set(api["paths"])
     text = json.dumps(api)
@@ -317,11 +320,11 @@ def test_a_client_object_exists_for_every_route(client: Client):
         assert name in api["components"]["schemas"]
 
 
-def test_ctranslate2_answers_and_torch_does_what_it_cannot(runs):
+def test_torch_answers_requests_that_ctranslate2_does_not_support(runs):
     pytest.importorskip("ctranslate2")
     with serving({"toy": runs["toy"]}, engine="ctranslate2", workers=2) as client:
         service = client.server.service
-        assert len({worker.pid for worker in service._pool.workers}) == 1  # a process whose threads share the weights
+        assert len({worker.pid for worker in service._pool.workers}) == 1  # one process; its threads share the weights
         expected = regard.load(runs["toy"]).generate(WORDS, beam=3, max_length=8)
         with ThreadPoolExecutor(8) as threads:
             body = {"inputs": WORDS, "beam": 3, "max_length": 8}
@@ -329,19 +332,19 @@ def test_ctranslate2_answers_and_torch_does_what_it_cannot(runs):
         for reply in replies:
             assert [x["hypotheses"][0]["text"] for x in reply.json["results"]] == [row[0].text for row in expected]
             assert all("engine" not in x for x in reply.json["results"])
-        other = client.post("/v1/generate", {"inputs": "abc", "forbid": ["d"]}).json["results"][0]
-        assert other["engine"] == "torch" and "d" not in other["hypotheses"][0]["text"]
+        torch_result = client.post("/v1/generate", {"inputs": "abc", "forbid": ["d"]}).json["results"][0]
+        assert torch_result["engine"] == "torch" and "d" not in torch_result["hypotheses"][0]["text"]
 
 
 @pytest.mark.parametrize("options", [{}, {"beam": 3, "nbest": 2}, {"prefix": "ab", "max_length": 5}], ids=str)
-def test_texts_of_ctranslate2_are_those_of_its_hypotheses(runs, options):
+def test_ctranslate2_texts_equal_those_of_its_hypotheses(runs, options):
     pytest.importorskip("ctranslate2")
     sources = [*WORDS, "", " ", "zz", "ab" * 2000, *WORDS[::-1], "   ", "cab"]  # some of the same length
     with CTranslate2Engine(regard.load(runs["toy"]), Options(**options)) as engine:
         assert engine.texts(sources) == [[h.text for h in row] for row in engine(sources)]
 
 
-def test_an_output_that_reaches_the_limit_of_its_own_search_is_not_searched_for_again(runs):
+def test_output_that_reaches_max_length_is_searched_only_once(runs):
     pytest.importorskip("ctranslate2")
     with CTranslate2Engine(regard.load(runs["toy"]), Options(max_length=2)) as engine:
         searches = []
@@ -350,7 +353,7 @@ def test_an_output_that_reaches_the_limit_of_its_own_search_is_not_searched_for_
         assert "max_length" in hypothesis.flags and len(searches) == 1
 
 
-def test_the_examples_of_the_documentation_work(runs):
+def test_examples_of_the_documentation_work(runs):
     text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text("utf-8")
     requests = re.findall(r"^curl localhost:8000(\S+) .*?-d '([^']*)'", text, re.MULTILINE | re.DOTALL)
     (program,) = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
@@ -362,7 +365,7 @@ def test_the_examples_of_the_documentation_work(runs):
         exec(program.replace("http://127.0.0.1:8000", client.url), {})
 
 
-def test_a_stream_whose_worker_ends_is_not_begun_again(runs):
+def test_stream_is_not_restarted_when_its_worker_is_killed(runs):
     with serving({"lm": runs["lm"]}, workers=1) as client, ThreadPoolExecutor(1) as threads:
         service = client.server.service
         body = {"inputs": "abab", "stream": True, "min_length": 90, "max_length": 100, "sample": True, "seed": 1}

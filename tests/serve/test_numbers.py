@@ -1,4 +1,4 @@
-"""Numbers out of range are refused at once, in every field of every body. The fields come from the schemas."""
+"""Numbers out of range are refused at once in every field of every body. The schemas provide the fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from regard.serve.bodies import CompletionBody, GenerateBody, TranslateBody
 from regard.serve.endpoints import routes
 from regard.serve.handlers import Handlers
 
-OUTSIDE = ("-1", "1" + "0" * 40, "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "1" * 5000)
+OUT_OF_RANGE = ("-1", "1" + "0" * 40, "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "1" * 5000)
 PLACEHOLDER = "@"  # replaced by the number
 VALID: dict[str, dict[str, Any]] = {
     "/v1/generate": {"run": "toy", "inputs": "a"},
@@ -29,8 +29,8 @@ def client(tmp_path_factory):
     path = tmp_path_factory.mktemp("numbers")
     for name, run in (("toy", letters()), ("lm", family("lm"))):
         run.save(path / name)
-    with serving({"toy": path / "toy", "lm": path / "lm"}) as each:
-        yield each
+    with serving({"toy": path / "toy", "lm": path / "lm"}) as client:
+        yield client
 
 
 def places(schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[Any]:
@@ -61,25 +61,25 @@ def bodies() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("path", "body"), list(bodies()))
-def test_a_number_out_of_range_is_refused_at_once(client, path, body):
-    for number in OUTSIDE:
-        began = time.monotonic()
+def test_number_out_of_range_is_refused_at_once(client, path, body):
+    for number in OUT_OF_RANGE:
+        start = time.monotonic()
         reply = client.post(path, json.dumps(body).replace(f'"{PLACEHOLDER}"', number).encode())
         assert 400 <= reply.status < 500, (number, reply.body)
-        assert time.monotonic() - began < 20  # an accepted request with such a number would take hours
+        assert time.monotonic() - start < 20  # an accepted request with such a number would take hours
     assert client.post(path, json.dumps(body).replace(f'"{PLACEHOLDER}"', "0").encode()).status in (200, 404, 422)
 
 
-def test_the_fields_are_found():
-    found = {(param.values[0], key) for param in bodies() for key in param.values[1]}
-    assert {("/v1/generate", "beam"), ("/v1/generate", "alignment_heads"), ("/v1/generate", "inputs")} <= found
-    assert {("/translate", "alternatives"), ("/v1/completions", "max_tokens"), ("/v1/completions", "top_p")} <= found
+def test_bodies_cover_known_number_fields():
+    fields = {(param.values[0], key) for param in bodies() for key in param.values[1]}
+    assert {("/v1/generate", "beam"), ("/v1/generate", "alignment_heads"), ("/v1/generate", "inputs")} <= fields
+    assert {("/translate", "alternatives"), ("/v1/completions", "max_tokens"), ("/v1/completions", "top_p")} <= fields
 
 
 @pytest.mark.parametrize("kind", [GenerateBody, TranslateBody, CompletionBody])
-def test_a_zero_is_refused_where_it_has_no_meaning(kind):
+def test_schema_excludes_zero_where_it_is_invalid(kind):
     schema = kind.model_json_schema()["properties"]
     for name in {"beam", "nbest", "max_length", "temperature", "top_p", "max_tokens", "n"} & schema.keys():
-        least = [each for each in (schema[name], *schema[name].get("anyOf", ())) if "type" in each]
-        allowed = kind is CompletionBody and name == "temperature"  # greedy search, in the form of OpenAI
-        assert any(x.get("minimum", 0) >= 1 or x.get("exclusiveMinimum") == 0 for x in least) != allowed, name
+        bounds = [each for each in (schema[name], *schema[name].get("anyOf", ())) if "type" in each]
+        is_zero_valid = kind is CompletionBody and name == "temperature"  # OpenAI: zero means greedy search
+        assert any(x.get("minimum", 0) >= 1 or x.get("exclusiveMinimum") == 0 for x in bounds) != is_zero_valid, name

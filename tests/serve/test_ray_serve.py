@@ -32,7 +32,7 @@ BODIES: list[tuple[str, Any]] = [
     ("/v1/generate", {"inputs": "abc", "sample": True, "seed": 7}),
     ("/translate", {"q": ["abc", "fed"], "alternatives": 1}),
     ("/v1/score", {"pairs": [{"source": "abc", "target": "AH B K"}]}),
-    # refused
+    # requests that are refused
     ("/v1/generate", {"inputs": "abc", "bean": 3}),
     ("/v1/generate", {"inputs": "abc", "run": "toys"}),
     ("/v1/generate", {"inputs": ["abc"] * 11}),
@@ -42,11 +42,12 @@ BODIES: list[tuple[str, Any]] = [
 ]
 
 
-class Asking:
+class LocalReplica:
     """A replica in this process, without Ray."""
 
     def __init__(self, replica: Replica, runner: asyncio.Runner) -> None:
-        self.replica, self.runner = replica, runner
+        self.replica = replica
+        self.runner = runner
 
     def __call__(self, method: str, path: str, body: Any = b"", headers: dict[str, str] = JSON) -> web.Response:
         reply = self._reply(method, path, body, headers)
@@ -72,52 +73,53 @@ class Asking:
 
 
 @contextmanager
-def replica_of(run: Path, **arguments: Any) -> Iterator[Asking]:
+def replica_of(run: Path, **arguments: Any) -> Iterator[LocalReplica]:
     with asyncio.Runner() as runner:
         replica = Replica({"toy": str(run)}, {"runs": [str(run)], **arguments})
         try:
             runner.run(replica.check_health())
-            yield Asking(replica, runner)
+            yield LocalReplica(replica, runner)
         finally:
             runner.run(replica.service.close())
 
 
-def test_a_replica_answers_as_the_server_does(toy: Path) -> None:
-    with serving({"toy": toy / "run"}, max_inputs=10) as server, replica_of(toy / "run", max_inputs=10) as ask:
+def test_replica_gives_the_answers_of_the_server(toy: Path) -> None:
+    with serving({"toy": toy / "run"}, max_inputs=10) as server, replica_of(toy / "run", max_inputs=10) as send:
         for path, body in BODIES:
-            expected, reply = server.post(path, body), ask("POST", path, body)
+            expected = server.post(path, body)
+            reply = send("POST", path, body)
             assert (reply.status, json.loads(reply.body)) == (expected.status, expected.json), (path, body)
             assert reply.headers["Content-Type"] == expected.headers["Content-Type"]
-        assert ask("GET", "/v1/models").body == server.get("/v1/models").body
+        assert send("GET", "/v1/models").body == server.get("/v1/models").body
         for options in ({}, {"sample": True, "seed": 3}, {"min_length": 9, "max_length": 9}):
             body = {"inputs": "abc", "stream": True, **options}
-            assert list(map(json.loads, ask.stream("/v1/generate", body))) == server.post("/v1/generate", body).events
-        assert ask("GET", "/health/ready").status == 200
+            assert list(map(json.loads, send.stream("/v1/generate", body))) == server.post("/v1/generate", body).events
+        assert send("GET", "/health/ready").status == 200
 
 
-def test_what_a_replica_refuses(toy: Path, tmp_path: Path) -> None:
+def test_replica_refuses_invalid_requests_and_missing_keys(toy: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"{KEY}\n")
     body = {"inputs": "abc"}
-    with replica_of(toy / "run", keys=str(tmp_path / "keys"), max_body=200) as ask:
-        known = {**JSON, "authorization": f"Bearer {KEY}"}
-        assert ask("POST", "/v1/generate", body, known).status == 200
-        assert ask("POST", "/v1/generate", body).status == 401
-        assert ask("POST", "/v1/generate", body, {**JSON, "authorization": f"Bearer {KEY}x"}).status == 401
-        assert ask("GET", "/v1/models").status == 401 and ask("GET", "/health/live").status == 200
-        assert ask("POST", "/translate", {"q": "abc"}).status == 401
-        assert ask("POST", "/translate", {"q": "abc", "api_key": KEY}).status == 200
-        for path, given, headers, status, message in (
-            ("/v1/generate", {**body, "stream": True, "beam": 2}, known, 422, "stream: beam, nbest"),
-            ("/v1/generate", {"inputs": "a" * 300}, known, 413, "the body has more than 200 bytes"),
-            ("/v1/generate", body, {**known, "content-type": "text/plain"}, 415, "the body must be JSON"),
-            ("/v1/runs/reload", {}, known, 404, "POST /v1/runs/reload: no such path"),
-            ("/v1/models", {}, known, 405, "allowed methods: GET, HEAD"),
+    with replica_of(toy / "run", keys=str(tmp_path / "keys"), max_body=200) as send:
+        headers_with_key = {**JSON, "authorization": f"Bearer {KEY}"}
+        assert send("POST", "/v1/generate", body, headers_with_key).status == 200
+        assert send("POST", "/v1/generate", body).status == 401
+        assert send("POST", "/v1/generate", body, {**JSON, "authorization": f"Bearer {KEY}x"}).status == 401
+        assert send("GET", "/v1/models").status == 401 and send("GET", "/health/live").status == 200
+        assert send("POST", "/translate", {"q": "abc"}).status == 401
+        assert send("POST", "/translate", {"q": "abc", "api_key": KEY}).status == 200
+        for path, request_body, headers, status, message in (
+            ("/v1/generate", {**body, "stream": True, "beam": 2}, headers_with_key, 422, "stream: beam, nbest"),
+            ("/v1/generate", {"inputs": "a" * 300}, headers_with_key, 413, "the body has more than 200 bytes"),
+            ("/v1/generate", body, {**headers_with_key, "content-type": "text/plain"}, 415, "the body must be JSON"),
+            ("/v1/runs/reload", {}, headers_with_key, 404, "POST /v1/runs/reload: no such path"),
+            ("/v1/models", {}, headers_with_key, 405, "allowed methods: GET, HEAD"),
         ):
-            reply = ask("POST", path, given, headers)
+            reply = send("POST", path, request_body, headers)
             assert reply.status == status and message in json.loads(reply.body)["error"]["message"], reply
 
 
-def test_arguments_are_checked_before_anything_starts(
+def test_arguments_are_checked_before_ray_is_imported(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -157,8 +159,9 @@ class FakeServe(ModuleType):
         return self
 
 
-def test_the_settings_of_a_deployment_reach_ray(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, ray = FakeServe(), ModuleType("ray")
+def test_settings_are_passed_to_ray_serve(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeServe()
+    ray = ModuleType("ray")
     ray.serve = fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)
     scaling = {"min_replicas": "0", "max_replicas": "9", "target_ongoing_requests": "2.5"}
@@ -198,7 +201,7 @@ serve.start(http_options={"host": "127.0.0.1", "port": port})
 serve.run(app({"runs": f"toy={run}", "min_replicas": 2, "max_replicas": "2", "cpus": 0.5, "max_inputs": 10}))
 replicas = serve.status().applications["default"].deployments[DEPLOYMENT].replica_states
 
-def ask(item):
+def post(item):
     data = json.dumps(item[1]).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}{item[0]}", data, {"Content-Type": "application/json"})
     try:
@@ -208,7 +211,7 @@ def ask(item):
         return error.code, json.loads(error.read())
 
 with ThreadPoolExecutor(8) as threads:
-    answers = list(threads.map(ask, bodies))
+    answers = list(threads.map(post, bodies))
 data = sys.argv[5].encode()
 request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/generate", data, {"Content-Type": "application/json"})
 with urllib.request.urlopen(request, timeout=120) as answer:
@@ -223,7 +226,7 @@ ray.shutdown()
 
 
 def close(ours: Any, theirs: Any) -> bool:
-    """Whether two answers are equal, except for rounding errors that depend on the batch."""
+    """Whether two answers are equal up to rounding errors, which depend on the batch."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return ours.keys() == theirs.keys() and all(close(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, list) and isinstance(theirs, list):
@@ -234,25 +237,25 @@ def close(ours: Any, theirs: Any) -> bool:
 
 
 @pytest.mark.slow
-def test_two_replicas_answer_as_the_server_and_the_library_do(toy: Path, tmp_path: Path) -> None:
+def test_two_replicas_give_the_answers_of_the_server_and_the_library(toy: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     bodies = [item for item in BODIES if not isinstance(item[1], bytes)]
     bodies += [("/v1/generate", {"inputs": [word], "beam": 2}) for word in toy_words(30, 4)]
-    streamed = {"inputs": "cabba", "stream": True, "min_length": 20, "max_length": 20}
+    stream_body = {"inputs": "cabba", "stream": True, "min_length": 20, "max_length": 20}
     with serving({"toy": toy / "run"}, max_inputs=10) as server:
         expected = [[reply.status, reply.json] for reply in (server.post(*item) for item in bodies)]
-        events = server.post("/v1/generate", streamed).events
+        events = server.post("/v1/generate", stream_body).events
         port = str(server.server.port)
-    arguments = [str(toy / "run"), port, json.dumps(bodies), str(tmp_path / "found"), json.dumps(streamed)]
-    done = subprocess.run(
+    arguments = [str(toy / "run"), port, json.dumps(bodies), str(tmp_path / "results"), json.dumps(stream_body)]
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True,
         env={**os.environ, "HOME": str(tmp_path)}, timeout=400, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found").read_text())
-    assert found["replicas"] == {"RUNNING": 2}
-    assert close(found["answers"], expected)
-    assert found["kind"].startswith("text/event-stream") and len(events) > 20
-    assert close(list(map(json.loads, found["events"])), events)
+    assert process.returncode == 0, process.stderr
+    results = json.loads((tmp_path / "results").read_text())
+    assert results["replicas"] == {"RUNNING": 2}
+    assert close(results["answers"], expected)
+    assert results["kind"].startswith("text/event-stream") and len(events) > 20
+    assert close(list(map(json.loads, results["events"])), events)
     texts = [row[0].text for row in regard.load(toy / "run").generate(toy_words(30, 4), beam=2)]
-    assert [answer["results"][0]["hypotheses"][0]["text"] for _, answer in found["answers"][-30:]] == texts
+    assert [answer["results"][0]["hypotheses"][0]["text"] for _, answer in results["answers"][-30:]] == texts

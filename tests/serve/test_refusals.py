@@ -15,7 +15,8 @@ from kit.models import letters
 from kit.server import serving
 from regard.serve.bodies import SMALL_BODY_BYTES, GenerateBody
 
-KEY, ADMIN = "k" * 20, "a" * 20
+KEY = "k" * 20
+ADMIN = "a" * 20
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +28,11 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(runs):
-    with serving(runs, max_inputs=500, receive=1.5, deadline=30.0) as each:
-        yield each
+    with serving(runs, max_inputs=500, receive=1.5, deadline=30.0) as client:
+        yield client
 
 
-WRONG = [
+INVALID_BODIES = [
     ({"inputs": "a", "run": "toy", "beam": 0}, 422, "beam"),
     ({"inputs": "a", "run": "toy", "beam": "5"}, 422, "beam"),
     ({"inputs": "a", "run": "toy", "bream": 5}, 422, "did you mean 'beam'"),
@@ -53,15 +54,15 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "part"), WRONG, ids=lambda x: str(x)[:40])
-def test_mistakes_are_named_in_one_shape(client, body, status, part):
+@pytest.mark.parametrize(("body", "status", "part"), INVALID_BODIES, ids=lambda x: str(x)[:40])
+def test_invalid_body_gives_an_error_that_names_the_mistake(client, body, status, part):
     reply = client.post("/v1/generate", body)
     assert reply.status == status, reply.body
     error = reply.json["error"]
     assert set(error) == {"status", "code", "message"} and error["status"] == status and part in error["message"]
 
 
-def test_paths_methods_and_kinds_of_content(client):
+def test_unknown_paths_methods_and_content_types_are_refused(client):
     assert client.get("/nothing").status == 404
     assert client.get("/v1/generate").status == 405
     assert client.post("/v1/generate", b"{}", Content_Type="text/plain").status == 415
@@ -72,19 +73,19 @@ def test_paths_methods_and_kinds_of_content(client):
 POST = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-RAW = {
+INVALID_REQUESTS = {
     "a long header": (b"GET /health/live HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 20_000 + b"\r\n\r\n", 431),
     "a long path": (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
     "many headers": (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(500)) + b"\r\n", 400),
     "another protocol": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
     "half a body": (POST + b"Content-Length: 99\r\n\r\n{", 408),
-    "a body that would be too large": (POST + b"Content-Length: 999999999\r\n\r\n{", 413),
+    "a length above the limit": (POST + b"Content-Length: 999999999\r\n\r\n{", 413),
 }
 
 
-@pytest.mark.parametrize("kind", RAW)
-def test_errors_have_one_shape_however_early_they_are(client, kind):
-    data, status = RAW[kind]
+@pytest.mark.parametrize("kind", INVALID_REQUESTS)
+def test_errors_of_the_http_parser_have_the_same_format(client, kind):
+    data, status = INVALID_REQUESTS[kind]
     with socket.create_connection(("127.0.0.1", client.server.port), timeout=20) as connection:
         connection.sendall(data)
         head, _, body = b"".join(iter(lambda: connection.recv(65_536), b"")).partition(b"\r\n\r\n")
@@ -93,7 +94,7 @@ def test_errors_have_one_shape_however_early_they_are(client, kind):
     assert error["status"] == status and "aaaa" not in error["message"]
 
 
-def test_a_client_may_ask_before_it_sends_the_body(client):
+def test_expect_100_continue_is_answered_before_the_body(client):
     with socket.create_connection(("127.0.0.1", client.server.port), timeout=20) as connection:
         connection.sendall(POST + b"Expect: 100-continue\r\nContent-Length: 10\r\n\r\n")
         assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -101,20 +102,20 @@ def test_a_client_may_ask_before_it_sends_the_body(client):
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-def test_head_is_get_without_the_body(client):
+def test_head_equals_get_without_the_body(client):
     for path in ("/", "/openapi.json", "/health/ready", "/v1/models"):
         request = urllib.request.Request(client.url + path, method="HEAD")
         with urllib.request.urlopen(request, timeout=20) as answer:
             assert answer.status == 200 and not answer.read() and int(answer.headers["Content-Length"]) > 0
 
 
-def test_a_large_body_is_refused_without_being_read(runs):
+def test_too_large_body_is_refused(runs):
     with serving({"toy": runs["toy"]}, max_body=1000) as client:
         reply = client.post("/v1/generate", {"inputs": "a" * 2000})
         assert reply.status == 413 and reply.json["error"]["code"] == "too_large"
 
 
-TOO_MANY = [
+BODIES_WITH_TOO_MANY_VALUES = [
     {"run": "toy", "inputs": [0] * 501},
     {"run": "toy", "inputs": ["a"] * 501},
     {"run": "toy", "inputs": "a", "forbid": [0] * 60_000},
@@ -124,19 +125,19 @@ TOO_MANY = [
 ]
 
 
-@pytest.mark.parametrize("body", TOO_MANY, ids=lambda x: str(x)[:40])
-def test_a_body_of_too_many_values_is_refused_before_each_is_looked_at(client, body, monkeypatch):
+@pytest.mark.parametrize("body", BODIES_WITH_TOO_MANY_VALUES, ids=lambda x: str(x)[:40])
+def test_body_with_too_many_values_is_refused_before_validation(client, body, monkeypatch):
     monkeypatch.setattr(GenerateBody, "model_validate_json", None)
     reply = client.post("/v1/generate", {"padding": "a" * SMALL_BODY_BYTES} | body)
     assert reply.status == 413 and "at most" in reply.json["error"]["message"].replace("more than", "at most")
 
 
-def test_of_many_wrong_inputs_the_first_is_named(client):
+def test_error_names_the_first_of_several_invalid_inputs(client):
     error = client.post("/v1/generate", {"run": "toy", "inputs": ["a", 1, 2, 3]}).json["error"]
     assert "1" in error["message"] and len(error["message"]) < 1000
 
 
-def test_a_full_queue_refuses_before_the_body_has_come(runs):
+def test_full_queue_refuses_a_request_before_reading_its_body(runs):
     head = POST + b"Content-Length: 99\r\n\r\n{"
     with serving({"toy": runs["toy"]}, queue=1000) as client:
         queue = client.server.service.queue
@@ -154,10 +155,11 @@ def test_a_full_queue_refuses_before_the_body_has_come(runs):
             assert (b" 429 " in answer and b"Retry-After: " in answer) == full, answer
 
 
-def test_keys_are_needed_everywhere_but_for_health(runs, tmp_path):
+def test_requests_without_a_key_are_refused_except_for_health(runs, tmp_path):
     (tmp_path / "keys").write_text(f"# keys\n{KEY}\nadmin {ADMIN}\n")
     with serving({"toy": runs["toy"]}, keys=str(tmp_path / "keys")) as client:
-        bearer, basic = f"Bearer {KEY}", "Basic " + base64.b64encode(f"any:{KEY}".encode()).decode()
+        bearer = f"Bearer {KEY}"
+        basic = "Basic " + base64.b64encode(f"any:{KEY}".encode()).decode()
         body = {"inputs": "abc"}
         for path in ("/v1/models", "/metrics", "/openapi.json", "/languages", "/nothing", "/"):
             assert client.get(path).status == 401, path
@@ -173,14 +175,14 @@ def test_keys_are_needed_everywhere_but_for_health(runs, tmp_path):
         assert client.post("/v1/runs/reload", {}, Authorization=f"Bearer {ADMIN}").status == 200
 
 
-def test_other_origins_are_refused_unless_named(runs):
+def test_only_configured_origins_are_allowed(runs):
     with serving({"toy": runs["toy"]}, cors=("https://a.example",)) as client:
         allowed = client.get("/v1/models", Origin="https://a.example").headers
         assert allowed["Access-Control-Allow-Origin"] == "https://a.example"
         assert client.get("/v1/models", Origin="https://b.example").headers["Access-Control-Allow-Origin"] is None
 
 
-def test_a_queue_that_is_full_refuses_with_retry_after(runs):
+def test_full_queue_refuses_requests_with_retry_after(runs):
     with serving({"toy": runs["toy"]}, queue=20, workers=1) as client:
         with ThreadPoolExecutor(24) as threads:
             replies = list(
@@ -192,14 +194,14 @@ def test_a_queue_that_is_full_refuses_with_retry_after(runs):
         assert client.post("/v1/generate", {"inputs": "abc"}).status == 200
 
 
-def test_a_request_past_its_deadline_is_answered_and_its_work_stops(runs):
+def test_request_past_its_deadline_is_answered_and_stopped(runs):
     with serving({"toy": runs["toy"]}, deadline=0.4) as client:
-        began = time.monotonic()
+        start = time.monotonic()
         slow = {"inputs": ["abcd" * 20] * 200, "beam": 50, "min_length": 400, "max_length": 450}
         reply = client.post("/v1/generate", slow)
         assert reply.status == 504
         while (status := client.post("/v1/generate", {"inputs": "a"}).status) == 504:
-            assert time.monotonic() - began < 10, "a worker is held up by it"
+            assert time.monotonic() - start < 10, "the expired request still occupies the worker"
         assert status == 200
 
 
@@ -214,12 +216,12 @@ STALLS = {
 
 @pytest.mark.parametrize("kind", STALLS)
 @pytest.mark.parametrize("trickle", [False, True])
-def test_stalled_clients_are_let_go(client, kind, trickle):
+def test_stalled_clients_are_disconnected(client, kind, trickle):
     with socket.create_connection(("127.0.0.1", client.server.port)) as connection:
         connection.sendall(STALLS[kind])
         connection.settimeout(0.2)
-        began = time.monotonic()
-        while time.monotonic() - began < 20:
+        start = time.monotonic()
+        while time.monotonic() - start < 20:
             try:
                 if trickle and STALLS[kind]:
                     connection.sendall(b" ")
@@ -229,7 +231,7 @@ def test_stalled_clients_are_let_go(client, kind, trickle):
                 continue
             except OSError:
                 break
-        assert time.monotonic() - began < 10  # 1.5 seconds, plus delays on a busy machine
+        assert time.monotonic() - start < 10  # 1.5 seconds, plus delays on a busy machine
 
 
 @pytest.mark.parametrize(
@@ -242,13 +244,13 @@ def test_stalled_clients_are_let_go(client, kind, trickle):
         (("10.0.0.1",), "1.2.3.4", "127.0.0.1"),
     ],
 )
-def test_the_log_believes_only_named_proxies(runs, caplog, proxies, forwarded, expected):
+def test_log_trusts_only_configured_proxies(runs, caplog, proxies, forwarded, expected):
     with caplog.at_level("INFO", "regard.serve"), serving({"toy": runs["toy"]}, proxy=proxies) as client:
         client.get("/health/live", **{"X-Forwarded-For": forwarded})
     assert any(line.startswith(f"{expected} GET /health/live 200 ") for line in caplog.messages)
 
 
-def test_an_empty_name_is_no_run(runs):
+def test_empty_run_name_is_refused(runs):
     with serving({"toy": runs["toy"]}) as client:
         assert client.post("/v1/generate", {"inputs": "a", "run": ""}).status == 404
         assert client.post("/v1/generate", {"inputs": "a", "run": None}).status == 200

@@ -1,4 +1,4 @@
-"""Settings, keys and names of the server."""
+"""Settings of the server, API keys and names of runs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def test_keys_are_read_from_a_file(tmp_path):
         ("ä" * 16, ":1:"),
     ],
 )
-def test_a_bad_file_of_keys_is_refused(tmp_path, text, part):
+def test_invalid_key_file_is_refused(tmp_path, text, part):
     (tmp_path / "keys").write_text(text)
     with pytest.raises(UserError, match=part):
         Keys.load(str(tmp_path / "keys"))
 
 
-def test_a_missing_file_of_keys_is_refused(tmp_path):
+def test_missing_key_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         Keys.load(str(tmp_path / "nothing"))
 
 
-def test_other_machines_need_a_key_or_permission():
+def test_public_host_requires_a_key_or_the_public_option():
     for host in ("127.0.0.1", "::1", "localhost"):
         ServeSettings(host=host).check(Keys())
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.org"):
@@ -50,7 +50,7 @@ def test_other_machines_need_a_key_or_permission():
         ServeSettings(host=host).check(Keys((KEY.encode(),)))
 
 
-def test_runs_are_named_by_their_directory_or_as_given(tmp_path):
+def test_run_name_is_its_directory_name_or_an_explicit_name(tmp_path):
     (tmp_path / "g2p").mkdir()
     (tmp_path / "a=b").mkdir()
     assert named_runs([str(tmp_path / "g2p"), f"en-de={tmp_path}/g2p"]) == {
@@ -62,7 +62,7 @@ def test_runs_are_named_by_their_directory_or_as_given(tmp_path):
         named_runs([str(tmp_path / "a=b")])
 
 
-def test_int8_goes_with_ctranslate2_proxies_are_addresses_and_inputs_have_a_limit():
+def test_invalid_precision_proxy_and_max_inputs_are_refused():
     with pytest.raises(UserError, match="ctranslate2"):
         ServeSettings(precision="int8").check(Keys())
     with pytest.raises(UserError, match="not an address"):

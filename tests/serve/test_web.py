@@ -1,4 +1,4 @@
-"""The web page of a real server in a real browser, with real clicks and keys. Skipped without a browser."""
+"""The web page of a real server in a real browser, used by clicks and keys. Skipped without a browser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTLED = "document.getElementById('single').dataset.state === 'idle'"
 
 
 def untrained(kind: str, words: list[str]) -> Run:
-    """A run with random weights over the tokens of words."""
+    """A run with random weights and a tokenizer trained on `words`."""
     tokenizer = Tokenizer.train(kind, words)
     codec = Codec(tokenizer, tokenizer)
     model = tiny(vocab=codec.target_vocab)
@@ -40,26 +40,26 @@ def untrained(kind: str, words: list[str]) -> Run:
 @pytest.fixture(scope="module")
 def runs(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     path = tmp_path_factory.mktemp("web")
-    made = {
+    new_runs = {
         "lm": family("lm"), "cls": family("classes"), "markup": untrained("space", MARKUP),
         "hebrew": untrained("char", HEBREW),
     }  # fmt: skip
-    for name, run in made.items():
+    for name, run in new_runs.items():
         run.save(path / name)
-    return {"toy": toy / "run"} | {name: path / name for name in made}
+    return {"toy": toy / "run"} | {name: path / name for name in new_runs}
 
 
 @pytest.fixture(scope="module")
 def client(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"{KEY}\n")
-    with serving(runs, keys=str(keys)) as each:
-        yield each
+    with serving(runs, keys=str(keys)) as client:
+        yield client
 
 
 @pytest.fixture
 def page(browser: chromium.Chromium, client: Client) -> Iterator[chromium.Chromium]:
-    """The page with the first run; the key is the password of the browser's login."""
+    """The page with the first run selected; the API key is the password of HTTP basic authentication."""
     browser.open(client.url.replace("//", f"//user:{KEY}@") + "/")
     yield browser
     problems = [
@@ -67,7 +67,7 @@ def page(browser: chromium.Chromium, client: Client) -> Iterator[chromium.Chromi
         for event in browser.events
         if event.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded")
     ]
-    assert [x for x in problems if x.get("entry", {}).get("source") != "network"] == []  # answers of 4xx are expected
+    assert [x for x in problems if x.get("entry", {}).get("source") != "network"] == []  # 4xx responses are expected
     assert browser.run("window.hit") is None
 
 
@@ -89,8 +89,8 @@ def write(page: chromium.Chromium, selector: str, text: str) -> None:
 
 
 def texts(page: chromium.Chromium, selector: str) -> list[str]:
-    found: list[str] = page.run(f"Array.from(document.querySelectorAll({json.dumps(selector)}), n => n.textContent)")
-    return found
+    contents: list[str] = page.run(f"Array.from(document.querySelectorAll({json.dumps(selector)}), n => n.textContent)")
+    return contents
 
 
 def output(page: chromium.Chromium) -> str:
@@ -101,36 +101,36 @@ def until_output(page: chromium.Chromium, text: str) -> None:
     page.until(f"{SETTLED} && document.querySelector('output').textContent === {json.dumps(text)}")
 
 
-def best(runs: dict[str, Path], source: str, **options: Any) -> list[Any]:
+def expected_hypotheses(runs: dict[str, Path], source: str, **options: Any) -> list[Any]:
     settings = {"beam": 5} if "alternatives" in options else {"beam": 5, "nbest": 5}
     return regard.load(runs["toy"]).generate(
         [regard.Request(source, **options.pop("request", {}))], **settings, **options
     )[0]
 
 
-def test_the_output_appears_while_typing(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+def test_output_appears_while_typing(page: chromium.Chromium, runs: dict[str, Path]) -> None:
     page.run(
-        "window.added = []; new MutationObserver(all => all.forEach(one => one.addedNodes.forEach(n => added.push("
+        "window.added = []; new MutationObserver(all => all.forEach(item => item.addedNodes.forEach(n => added.push("
         "n.textContent)))).observe(document.querySelector('output'), {childList: true}); 0"
     )
     write(page, "#source", "fadec")
-    expected = best(runs, "fadec", alignment=True)
+    expected = expected_hypotheses(runs, "fadec", alignment=True)
     until_output(page, expected[0].text)
     assert page.run("added.length") >= 5  # token by token
     assert texts(page, "#nbest .whole") == [h.text for h in expected]
     assert texts(page, ".tokens bdi") == [*expected[0].tokens[:-1], "end"]
-    strong = [
+    visible_links = [
         (s, t) for t, row in enumerate(expected[0].alignment.soft) for s, weight in enumerate(row) if weight >= 0.05
     ]
-    assert page.run("document.querySelectorAll('.links path').length") == len(strong)
+    assert page.run("document.querySelectorAll('.links path').length") == len(visible_links)
     page.click("#nbest button", 2)
     assert output(page) == expected[2].text
     page.click("#source")
     page.write("a")
-    until_output(page, best(runs, "fadeca")[0].text)
+    until_output(page, expected_hypotheses(runs, "fadeca")[0].text)
 
 
-def test_newer_input_ends_the_request_for_the_older(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+def test_new_input_aborts_the_previous_request(page: chromium.Chromium, runs: dict[str, Path]) -> None:
     page.run(  # the first request is never answered
         "const real = fetch; window.signals = []; window.fetch = (url, more) => signals.push(more.signal) > 1"
         " ? real(url, more) : new Promise((_, fail) => more.signal.addEventListener('abort', () => fail("
@@ -140,44 +140,44 @@ def test_newer_input_ends_the_request_for_the_older(page: chromium.Chromium, run
     page.write("c")
     page.until("signals.length === 1")
     page.write("ab")
-    until_output(page, best(runs, "cab")[0].text)
+    until_output(page, expected_hypotheses(runs, "cab")[0].text)
     assert page.run("signals[0].aborted")
 
 
-def test_a_token_is_replaced_and_the_output_goes_on_from_there(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+def test_output_continues_after_a_replaced_token(page: chromium.Chromium, runs: dict[str, Path]) -> None:
     write(page, "#source", "cab")
-    before = " ".join(best(runs, "cab")[0].tokens[:1])
+    prefix = " ".join(expected_hypotheses(runs, "cab")[0].tokens[:1])
     page.click(".token", 1)
     page.until("document.querySelectorAll('.alternative').length > 1")
-    expected = best(runs, "cab", alternatives=8, request={"prefix": before})
+    expected = expected_hypotheses(runs, "cab", alternatives=8, request={"prefix": prefix})
     assert texts(page, ".alternative .whole") == [h.text for h in expected]
     assert texts(page, ".alternative .strong") == [h.tokens[1].replace("<eos>", "end") for h in expected]
     page.click(".alternative", 2)
-    chosen = " ".join(expected[2].tokens[:2])
-    page.until(f"document.getElementById('prefix').value === {json.dumps(chosen)}")
-    expected = best(runs, "cab", request={"prefix": chosen})
+    new_prefix = " ".join(expected[2].tokens[:2])
+    page.until(f"document.getElementById('prefix').value === {json.dumps(new_prefix)}")
+    expected = expected_hypotheses(runs, "cab", request={"prefix": new_prefix})
     until_output(page, expected[0].text)
     assert texts(page, "#nbest .whole") == [h.text for h in expected]
 
 
-def test_phrases_are_required_and_forbidden(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+def test_output_respects_required_and_forbidden_phrases(page: chromium.Chromium, runs: dict[str, Path]) -> None:
     write(page, "#source", "cab")
-    free = output(page)
-    assert "B" in free and "EH" not in free
-    for field, wish, request in (
+    unconstrained = output(page)
+    assert "B" in unconstrained and "EH" not in unconstrained
+    for field, phrase, request in (
         ("#forbid", "B", {"forbid": ["B"]}),
         ("#require", "EH", {"forbid": ["B"], "require": ["EH"]}),
     ):
         page.click(field)
-        page.write(wish)
+        page.write(phrase)
         page.key("Enter")
-        until_output(page, best(runs, "cab", request=request)[0].text)
-    page.click(".chip")  # each takes its phrase away
+        until_output(page, expected_hypotheses(runs, "cab", request=request)[0].text)
+    page.click(".chip")  # a click removes the phrase
     page.click(".chip")
-    until_output(page, free)
+    until_output(page, unconstrained)
 
 
-def test_errors_are_told_in_words(page: chromium.Chromium) -> None:
+def test_error_message_is_shown(page: chromium.Chromium) -> None:
     write(page, "#source", "cab")
     page.click("#prefix")
     page.write("Q")
@@ -185,8 +185,8 @@ def test_errors_are_told_in_words(page: chromium.Chromium) -> None:
     assert "'Q' is not in the target vocabulary" in texts(page, "#problem")[0]
 
 
-def test_it_is_used_with_keys_alone(page: chromium.Chromium, runs: dict[str, Path]) -> None:
-    page.write("cab")  # the input has the focus from the beginning
+def test_page_is_usable_with_the_keyboard_only(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+    page.write("cab")  # the page opens with the focus in the input
     page.until(SETTLED)
     for _ in range(30):
         page.key("Tab")
@@ -199,11 +199,11 @@ def test_it_is_used_with_keys_alone(page: chromium.Chromium, runs: dict[str, Pat
     page.key("Tab")
     page.key("Enter")
     page.until("document.getElementById('prefix').value !== '' && document.activeElement.className === 'token'")
-    expected = best(runs, "cab", request={"prefix": page.run("document.getElementById('prefix').value")})
+    expected = expected_hypotheses(runs, "cab", request={"prefix": page.run("document.getElementById('prefix').value")})
     until_output(page, expected[0].text)
 
 
-def test_attention_is_shown_in_a_frame(page: chromium.Chromium) -> None:
+def test_attention_is_shown_in_a_sandboxed_frame(page: chromium.Chromium) -> None:
     page.events.clear()
     page.call("Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=False, flatten=True)
     write(page, "#source", "cab")
@@ -211,14 +211,14 @@ def test_attention_is_shown_in_a_frame(page: chromium.Chromium) -> None:
     page.until("document.querySelector('iframe') !== null")
     assert page.run("document.querySelector('iframe').sandbox.value") == "allow-scripts"
 
-    def attached() -> list[str]:
+    def frame_sessions() -> list[str]:
         page.run("0")
         events = [event["params"] for event in page.events if event.get("method") == "Target.attachedToTarget"]
         return [event["sessionId"] for event in events if event["targetInfo"]["type"] == "iframe"]
 
-    _wait(lambda: attached() != [])
+    _wait(lambda: frame_sessions() != [])
     ready = "document.documentElement?.dataset.ready === 'yes'"
-    with page.inside(attached()[-1]):
+    with page.inside(frame_sessions()[-1]):
         page.until(ready)
         assert "cab" in page.run("document.body.innerText")
         style = page.run("getComputedStyle(document.querySelector('main')).maxWidth")
@@ -227,13 +227,13 @@ def test_attention_is_shown_in_a_frame(page: chromium.Chromium) -> None:
     page.click("#source")
     page.write("adc")
     page.until(f"{SETTLED} && JSON.parse(document.querySelector('iframe').dataset.key).source.length === 6")
-    with page.inside(attached()[-1]):
+    with page.inside(frame_sessions()[-1]):
         page.until(f"{ready} && document.body.innerText.includes('cabadc')")
         assert page.run("document.getElementById('tab-heads').getAttribute('aria-selected')") == "true"
     page.call("Target.setAutoAttach", autoAttach=False, waitForDebuggerOnStart=False, flatten=True)
 
 
-def test_classifiers_and_language_models(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+def test_page_supports_classifiers_and_language_models(page: chromium.Chromium, runs: dict[str, Path]) -> None:
     write(page, "#source", "abc")
     assert page.run("document.getElementById('nbest').offsetHeight > 0")
     choose_run(page, "cls")
@@ -250,9 +250,11 @@ def test_classifiers_and_language_models(page: chromium.Chromium, runs: dict[str
         page.click("#again")
 
 
-def test_many_lines(page: chromium.Chromium, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_lines_of_a_file_are_answered_and_downloaded(
+    page: chromium.Chromium, runs: dict[str, Path], tmp_path: Path
+) -> None:
     page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    page.run(  # the server is busy once
+    page.run(  # the first request is answered with 429
         "const real = fetch; let refused = 0; window.fetch = (url, more) => url.pathname.endsWith('generate') &&"
         " !refused++ ? Promise.resolve(new Response('{}', {status: 429, headers: {'Retry-After': '1'}}))"
         " : real(url, more); 0"
@@ -260,8 +262,8 @@ def test_many_lines(page: chromium.Chromium, runs: dict[str, Path], tmp_path: Pa
     page.click("#tab-batch")
     lines = ["cab", "fade\tkept", "", "x" * 100_001, *(["bad"] * 400)]
     (tmp_path / "words.tsv").write_text("\r\n".join(lines) + "\r\n", newline="")
-    found = page.call("DOM.querySelector", nodeId=page.call("DOM.getDocument")["root"]["nodeId"], selector="#file")
-    page.call("DOM.setFileInputFiles", files=[str(tmp_path / "words.tsv")], nodeId=found["nodeId"])
+    file_input = page.call("DOM.querySelector", nodeId=page.call("DOM.getDocument")["root"]["nodeId"], selector="#file")
+    page.call("DOM.setFileInputFiles", files=[str(tmp_path / "words.tsv")], nodeId=file_input["nodeId"])
     page.until("document.body.innerText.includes('404 lines')")
     page.run("document.getElementById('batch-beam').value = 1; 0")
     page.click("#start")
@@ -269,9 +271,9 @@ def test_many_lines(page: chromium.Chromium, runs: dict[str, Path], tmp_path: Pa
     page.until("document.getElementById('start').hidden && document.getElementById('stop').hidden")
     assert "404 of 404 lines · 1 error" in page.run("document.body.innerText")
     page.click("#download")
-    saved = tmp_path / "words.toy.tsv"
-    _wait(saved.exists)
-    rows = saved.read_text("utf-8").split("\n")[:-1]
+    file = tmp_path / "words.toy.tsv"
+    _wait(file.exists)
+    rows = file.read_text("utf-8").split("\n")[:-1]
     assert [row[: len(line)] for row, line in zip(rows, lines, strict=True)] == lines
     hypotheses = regard.load(runs["toy"]).generate(["cab", "fade", "", "bad"])
     expected = [f"{h[0].text}\t{h[0].score:.4f}\t{','.join(h[0].flags)}\t" for h in hypotheses]
@@ -280,12 +282,12 @@ def test_many_lines(page: chromium.Chromium, runs: dict[str, Path], tmp_path: Pa
     assert re.fullmatch(r"x+\t\t\t\t.*100000 characters.*", rows[3]), rows[3][-100:]
 
 
-def test_pasted_lines_are_stopped_and_continued(page: chromium.Chromium) -> None:
+def test_batch_continues_after_a_failed_request(page: chromium.Chromium) -> None:
     page.click("#tab-batch")
     page.click("#lines")
     page.call("Input.insertText", text="cab\n" * 250)
     page.run(
-        "const real = fetch; let asked = 0; window.fetch = (url, more) => ++asked === 2"
+        "const real = fetch; let calls = 0; window.fetch = (url, more) => ++calls === 2"
         " ? Promise.reject(new TypeError('down')) : real(url, more); 0"
     )
     page.click("#start")
@@ -295,13 +297,13 @@ def test_pasted_lines_are_stopped_and_continued(page: chromium.Chromium) -> None
     page.click("#start")
     page.until("document.body.innerText.includes('250 of 250 lines')")
     page.click("#lines")
-    page.key("a")  # other lines: the answers are gone
+    page.key("a")  # editing the lines discards the answers
     assert not page.run("document.querySelectorAll('#batch tr').length")
     page.click("#start")
     page.until("document.body.innerText.includes('250 of 250 lines')")
 
 
-def test_text_is_text_in_every_direction(page: chromium.Chromium) -> None:
+def test_markup_is_escaped_and_hebrew_runs_from_right_to_left(page: chromium.Chromium) -> None:
     choose_run(page, "markup")
     write(page, "#source", MARKUP[0])
     assert any(token in output(page) for token in MARKUP)
@@ -329,7 +331,7 @@ def test_text_is_text_in_every_direction(page: chromium.Chromium) -> None:
     assert len(places) > 3 and places == sorted(places, reverse=True)
 
 
-def test_a_phone_shows_all_of_it(page: chromium.Chromium, client: Client) -> None:
+def test_page_fits_the_width_of_a_phone(page: chromium.Chromium, client: Client) -> None:
     page.resize(360, 780)
     fits = "document.documentElement.scrollWidth <= 360"
     page.click("#source")
@@ -354,7 +356,7 @@ def test_a_phone_shows_all_of_it(page: chromium.Chromium, client: Client) -> Non
     assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(19, 21, 25)"
 
 
-def test_the_documentation_has_every_operation_and_examples_that_work(page: chromium.Chromium, client: Client) -> None:
+def test_api_page_lists_every_operation_with_a_working_example(page: chromium.Chromium, client: Client) -> None:
     page.open(client.url + "/docs")
     bearer = {"Authorization": f"Bearer {KEY}"}
     paths = json.loads(client.get("/openapi.json", **bearer).body)["paths"]
@@ -373,9 +375,9 @@ def test_the_documentation_has_every_operation_and_examples_that_work(page: chro
                 assert client.post(path, body, **bearer).status == 200
 
 
-def test_the_page_needs_a_key_and_allows_only_its_own_files(client: Client) -> None:
-    refused = client.get("/")
-    assert refused.status == 401 and refused.headers["WWW-Authenticate"].startswith("Basic ")
+def test_page_requires_a_key_and_loads_only_its_own_files(client: Client) -> None:
+    reply_without_key = client.get("/")
+    assert reply_without_key.status == 401 and reply_without_key.headers["WWW-Authenticate"].startswith("Basic ")
     for path in ASSETS:
         reply = client.get(path, Authorization=f"Bearer {KEY}")
         assert reply.status == 200 and reply.headers["Content-Security-Policy"] == policy()
@@ -384,7 +386,7 @@ def test_the_page_needs_a_key_and_allows_only_its_own_files(client: Client) -> N
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + chromium.PATIENCE
+    deadline = time.monotonic() + chromium.PATIENCE
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.02)
