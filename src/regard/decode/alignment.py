@@ -43,7 +43,6 @@ class AlignmentHeads(Value):
 
 
 def save_heads(path: Path, heads: Sequence[HeadIndex]) -> None:
-    """Write the alignment heads of a run to its directory."""
     with rewriting(path, HEADS):
         write_json(path / HEADS, {"heads": [list(head) for head in heads]})
 
@@ -154,7 +153,6 @@ class Coverage:
         return self.penalty * (covered_BKS * self.real_BS[alive_B].unsqueeze(1)).sum(-1)
 
     def select(self, rows_N: Tensor) -> None:
-        """Keep these rows."""
         self.sum_NS = self.sum_NS[rows_N]
 
 

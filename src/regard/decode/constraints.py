@@ -64,7 +64,6 @@ class Speller:
         self.spelling = Spelling(letters, [index not in unusable for index in range(vocab)], eos)
 
     def spell(self, phrase: str) -> Letters:
-        """The letters of a phrase."""
         if self.spaced:
             return tuple(self.tokenizer.encode([phrase.strip(" ")])[0])
         if self.decomposed:
@@ -141,7 +140,8 @@ def make_phrases(
     letters = sorted({x for word in (*(word for each in require for word in each), *forbid, *stop) for x in word})
     classes = {letter: i + 1 for i, letter in enumerate(letters)}
     delta_QC, met_Q, ban_Q, stop_Q, held_Q = _letter_automaton(require, forbid, stop, classes)
-    states, vocab = len(delta_QC), len(spelling.letters_VL)
+    states = len(delta_QC)
+    vocab = len(spelling.letters_VL)
     letters_V = (spelling.letters_VL >= 0).sum(1)
     next_QV = np.repeat(np.arange(states)[:, None], vocab, axis=1)
     met_QV = np.zeros((states, vocab), dtype=np.int32)
@@ -455,7 +455,7 @@ class PhraseConstraint(Rule):
         # The state of each hypothesis. N is the number of inputs until `spread`.
         self.state_N = per_input([first_state[each] for each in phrases])
         self.met_N = torch.zeros_like(self.state_N)  # subset of requirements
-        self.committed_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # to the phrase that it has begun
+        self.committed_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # to a phrase that it has begun
         self.stopped_N = torch.zeros_like(self.committed_N)
         need_B = self.need_MQ[self.met_N, self.state_N]
         self.stages_per_token_B = per_input([item.stages for item in inputs]) / need_B.clamp(min=1)

@@ -74,7 +74,7 @@ class CTranslate2Engine(Engine):
         self._search_options = self._make_search_options()
         self._by_length: dict[int, SearchInput] = {}
         if self.options.sample:
-            library().set_random_seed(self.options.seed % 2**32)  # for workers that start from now on
+            library().set_random_seed(self.options.seed % 2**32)  # affects only workers that start later
         self.translator = translator or _load(run, self.options.precision, workers, threads)
 
     @classmethod
@@ -125,7 +125,6 @@ class CTranslate2Engine(Engine):
         return self._search(inputs, strict=self.options.sample)
 
     def close(self) -> None:
-        """Free the model."""
         self.translator.unload_model()
 
     def _search(self, inputs: Inputs, strict: bool, exact: bool = False) -> dict[int, list[DecodedIds]]:

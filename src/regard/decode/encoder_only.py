@@ -104,7 +104,8 @@ def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Classification]
     """The labels of images, with values on the same scale as in the training data."""
     if run.task.reads != "images":
         raise UserError(f"{run.path}: its model reads text, not images")
-    patches, pixels = run.config.image_patches, run.pixels
+    patches = run.config.image_patches
+    pixels = run.pixels
     shape = (patches.channels, patches.height, patches.width)
     if (actual := images_NCHW.shape[1:]) != shape:
         raise UserError(f"images of (channels, height, width) {actual}, but the model of {run.path} reads {shape}")
@@ -256,7 +257,8 @@ def embed(run: Run, texts: Sequence[str], batch_tokens: int, average_windows: bo
     codec, model, config = run.codec, run.model, run.config
     before, after = codec.ids.around(codec.frame)
     limit = (config.top.max_positions or UNBOUNDED) - len(before + after)
-    rows, owners = [], []
+    rows = []
+    owners = []  # the index of the text of each row
     truncated: dict[int, int] = {}
     for owner, ids in enumerate(codec.source.encode(texts)):
         starts = range(0, len(ids), limit) if average_windows and ids else range(1)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
 from regard.batch import in_parts, windows
+from regard.decode.alignment import align, load_heads
 from regard.decode.constraints import PhraseTexts, SearchInput
 from regard.decode.ensemble import Scorer
+from regard.decode.forced import force_top
 from regard.decode.hypothesis import (
     Alignment,
     DecodedIds,
@@ -31,7 +34,7 @@ from regard.decode.hypothesis import (
     top_tokens_json,
 )
 from regard.decode.request import Input, Options, check_engine, check_streaming
-from regard.decode.search import make_choice, make_rules, search, steps, top_tokens
+from regard.decode.search import Sampler, greedy, make_rules, search, steps, top_tokens
 from regard.decode.search_inputs import Preparer, out_of_memory
 from regard.device import tune_allocator
 from regard.errors import UserError
@@ -45,8 +48,8 @@ from regard.text.tokenizer import PARALLELISM_VARIABLE
 FORK_SECONDS = 0.1  # until a forked child starts to decode
 
 
-class Engine(ABC):
-    """Decodes with loaded runs. The outputs do not depend on how inputs are grouped. Also a context manager."""
+class Engine(AbstractContextManager["Engine"]):
+    """Decodes with loaded runs. The outputs do not depend on how inputs are grouped."""
 
     options: Options
     preparer: Preparer
@@ -59,15 +62,11 @@ class Engine(ABC):
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         """The best outputs of every input, or one empty hypothesis with a flag if it has no output."""
 
-    def close(self) -> None:  # noqa: B027  some engines have nothing to release
+    def close(self) -> None:
         """Release resources; the engine must not be used afterwards."""
 
     def __call__(self, inputs: Sequence[Input]) -> list[list[Hypothesis]]:
-        """Prepare and decode."""
         return self.decode(self.prepare(inputs))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close()
@@ -101,7 +100,7 @@ class TorchEngine(Engine):
         return self.finish(inputs, search(self.scorer, inputs, self.options))
 
     def finish(self, inputs: Sequence[SearchInput], decoded: Sequence[list[DecodedIds]]) -> list[list[Hypothesis]]:
-        """The outputs of a search as hypotheses, with alignments and top tokens as the options say."""
+        """The outputs of a search as hypotheses, with alignments and top tokens if the options request them."""
         codec = self.runs[0].codec
         options = self.options
         pairs = zip(inputs, decoded, strict=True)
@@ -109,8 +108,6 @@ class TorchEngine(Engine):
         entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
         ids = [results[i][rank].ids for i, rank in entries]
         if options.alignment:
-            from regard.decode.alignment import align, load_heads  # rarely needed
-
             heads = options.alignment_heads or load_heads(self.runs[0].path)
             sources = [inputs[i].sources[0] for i, _ in entries]
             alignments = align(self.runs[0], sources, ids, heads, options.batch_tokens)
@@ -118,8 +115,6 @@ class TorchEngine(Engine):
                 flags = {**results[i][rank].flags, **attention_flags(alignment)}
                 results[i][rank] = replace(results[i][rank], alignment=alignment, flags=flags)
         if options.top_tokens:
-            from regard.decode.forced import force_top  # rarely needed
-
             of_models = [inputs[i].sources for i, _ in entries]
             tops = force_top(self.scorer, of_models, ids, options.top_tokens, options.batch_tokens)
             for (i, rank), rows in zip(entries, tops, strict=True):
@@ -162,7 +157,7 @@ class WorkerPool(Engine):
         self.always = always
         self.children: list[Child] = []
         self._loading: list[Child] = []  # spawned children that have not answered yet
-        self._spawn_seconds = time.process_time()  # a spawned child repeats what this process has done so far
+        self._spawn_seconds = time.process_time()  # a spawned child repeats the work of this process so far
         self._seconds_per_token = 0.0  # measured on the last batch
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
@@ -230,7 +225,6 @@ class WorkerPool(Engine):
         self._loading.append(child)
 
     def close(self) -> None:
-        """Kill the children."""
         for child in self.children:
             child.kill()
         for child in self.children:
@@ -302,7 +296,7 @@ class Piece:
     token: str
     id: int
     score: float  # natural-log probability
-    top_tokens: TopTokens = ()  # most probable tokens at its position, if the options ask for them
+    top_tokens: TopTokens = ()  # most probable tokens at its position, if requested
 
     def as_dict(self) -> dict[str, object]:
         """The JSON shape."""
@@ -335,7 +329,6 @@ class TokenStream(Iterator[Piece]):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The unknown tokens of the source."""
         return self._item.unknown
 
     def __next__(self) -> Piece:
@@ -358,7 +351,8 @@ class TokenStream(Iterator[Piece]):
         item = self._item
         scorer = engine.scorer
         rules = make_rules(scorer, [item], engine.options, one_path=True)
-        loop = steps(scorer, [item], rules, make_choice(scorer, [item], engine.options, 1))
+        choose = Sampler([item], 1, engine.options, scorer.device) if engine.options.samples else greedy
+        loop = steps(scorer, [item], rules, choose)
         ids: list[int] = []
         scores: list[float] = []
         tops: list[TopTokens] = []
@@ -390,7 +384,6 @@ class TokenStream(Iterator[Piece]):
             shown = max(shown, certain)
 
     def _pieces_until_end(self, shown: int) -> Generator[Piece, None, None]:
-        """The remaining pieces of the finished output."""
         assert self.hypothesis is not None
         whole = self.hypothesis
         tops = whole.top_tokens or ((),) * len(whole.ids)

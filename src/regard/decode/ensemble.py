@@ -50,7 +50,8 @@ class Scorer:
 
     def start(self, inputs: Sequence[SearchInput]) -> tuple[list[Tensor], States]:
         """Read the sources -> per model the first token to feed and the decoding state, one row per input."""
-        tokens, states = [], []
+        tokens = []
+        states = []
         with use_matmuls(self.matmuls):
             for i, model in enumerate(self.models):
                 sources = [item.sources[i] for item in inputs]

@@ -279,7 +279,9 @@ def _use_memory(decoder: Transformer, memory: int, context: int) -> Iterator[Non
     are clipped to the longest one that all tokens of a segment had in training.
     """
     relatives = [module for module in decoder.modules() if isinstance(module, Relative)]
-    training_memory, window, reaches = decoder.memory, decoder.window, [relative.reach for relative in relatives]
+    training_memory = decoder.memory
+    window = decoder.window
+    reaches = [relative.reach for relative in relatives]
     try:
         decoder.memory = memory
         if memory > training_memory:
@@ -346,7 +348,8 @@ def _score_batch(model: Model, batch: Batch) -> tuple[Numbers, Numbers]:
 def _compare(model: Model, x_BTD: Tensor, label_BT: Tensor) -> tuple[Numbers, Numbers]:
     """Negative log-probabilities of labels, and whether each label is the most probable token."""
     rows = max(1, MAX_LOGITS // max(model.config.source_vocab, model.config.target_vocab))
-    nll, correct = [], []
+    nll = []
+    correct = []
     for x_ND, label_N in zip(x_BTD.flatten(0, 1).split(rows), label_BT.flatten().split(rows), strict=True):
         logits_NV = model.predict(x_ND).float()
         chosen_N = logits_NV.gather(1, label_N.unsqueeze(1)).squeeze(1)

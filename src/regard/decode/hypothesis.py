@@ -27,7 +27,7 @@ MAX_ATTENTION_ENTROPY = 0.95  # as a share of the entropy of uniform attention
 MIN_ALIGNED_TOKENS = 6  # of source and output; fewer give no flag
 MAX_UNKNOWN = 8  # tokens named in a flag
 DEGENERATE = ("repetition", "length_ratio")  # flags that are rare for a trained model
-MANY_DEGENERATE = 0.2  # share of outputs with such flags above which a warning is given
+MANY_DEGENERATE = 0.2  # share of outputs with such flags that causes a warning
 
 TopTokens = tuple[tuple[str, float], ...]  # tokens with their natural-log probabilities, most probable first
 

@@ -15,12 +15,11 @@ from regard.suggest import nearest
 from regard.tasks import Task
 
 if TYPE_CHECKING:
-    from regard.text.codec import Example  # imports tokenizers, which shell completion need not wait for
+    from regard.text.codec import Example  # slow: imports tokenizers, which shell completion does not need
 
 Precision = Literal["fp32", "bf16", "int8"]
 Utility = Literal["chrf", "bleu", "edit", "exact"]
 HeadIndex = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # layer, head
-Phrase = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(gt=0)]
 MAX_HYPOTHESES = 10_000
 Hypotheses = Annotated[int, Field(ge=1, le=MAX_HYPOTHESES, strict=True)]
@@ -33,6 +32,7 @@ def _not_one_text(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+Phrase = Annotated[str, Field(min_length=1)]
 PhraseList = Annotated[tuple[Phrase, ...], Field(fail_fast=True), BeforeValidator(_not_one_text)]
 
 
@@ -121,6 +121,7 @@ class Options(Value):
             crossed = most is not None and least > most
             yield crossed, f"min_{name} {least} is more than max_{name} {most}"
         # Options that would have no effect. A seed without sampling is allowed: every seed gives the same output.
+        changed = changed_options(self)
         sampling = "sample, or mbr without a beam"
         beam = "a beam of at least 2"
         for name, used, needed in (
@@ -134,12 +135,10 @@ class Options(Value):
             ("diversity", self.groups > 1, "groups, at least 2"),
             ("alignment_heads", self.alignment or self.coverage_penalty > 0, "alignment or coverage_penalty"),
         ):
-            unused = not used and getattr(self, name) != type(self).model_fields[name].default
-            yield unused, f"{name} needs {needed}"
+            yield name in changed and not used, f"{name} needs {needed}"
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are sampled."""
         return self.sample or (self.mbr > 0 and self.beam == 1)
 
     @property
@@ -302,6 +301,7 @@ EngineName = Literal["torch", "ctranslate2"]
 Show = Callable[[str], str]  # the name of an option as a user writes it: beam, or --beam on a command line
 CONSTRAINTS = ("prefix", "require", "forbid", "stop", "min_length", "max_length", "seed")  # fields of a request
 NOT_STREAMED = ("beam", "nbest", "mbr", "alternatives")
+MAX_NAMED = 12  # options in a message
 
 
 @dataclass(frozen=True)
@@ -409,6 +409,3 @@ def check_supported(
     if foreign := [name for name in names if name not in supported]:
         allowed = f" (it has {', '.join(map(show, supported))})" if len(supported) <= MAX_NAMED else ""
         raise UserError(f"{', '.join(map(show, foreign))}: no meaning for {path}, which is {task.model}{allowed}")
-
-
-MAX_NAMED = 12  # options in a message

@@ -6,19 +6,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from regard.decode.alignment import Coverage
 from regard.decode.constraints import Length, NoRepeat, PhraseConstraint, Prefix, Repetition, Rule, SearchInput, steer
 from regard.decode.ensemble import Scorer, States
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.request import Options
-
-if TYPE_CHECKING:
-    from regard.decode.alignment import Coverage
 
 
 def best(value_NV: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
@@ -35,7 +33,8 @@ def best(value_NV: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]
     _, which_NK = _top(chunks_NCW.amax(-1), count)
     near_NKW = chunks_NCW.gather(1, which_NK.unsqueeze(-1).expand(-1, -1, chunk))
     index_NKW = which_NK.unsqueeze(-1) * chunk + torch.arange(chunk, device=value_NV.device)
-    near, index = near_NKW.flatten(1), index_NKW.flatten(1)
+    near = near_NKW.flatten(1)
+    index = index_NKW.flatten(1)
     if chunks * chunk < vocab:
         rest = torch.arange(chunks * chunk, vocab, device=value_NV.device).expand(rows, -1)
         near = torch.cat((near, value_NV[:, chunks * chunk :]), 1)
@@ -378,17 +377,13 @@ def decode_paths(
     for row, length in enumerate(lengths.tolist()):
         token_scores = tuple(scores[row, :length].tolist())
         if token_scores[-1] > -math.inf:
-            ids, item = tuple(tokens[row, :length].tolist()), inputs[row // count]
+            ids = tuple(tokens[row, :length].tolist())
+            item = inputs[row // count]
             limited = length - 1 == item.limit
             if limited and item.open_end:
                 ids, token_scores = ids[:-1], token_scores[:-1]
             results[row // count].append(DecodedIds(ids, token_scores, sum(token_scores), limited))
     return results
-
-
-def make_choice(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, count: int) -> Choose:
-    """How rows choose their next tokens: by sampling, or greedily."""
-    return Sampler(inputs, count, options, scorer.device) if options.samples else greedy
 
 
 class Sampler:
@@ -417,7 +412,7 @@ class Sampler:
 
 
 def truncate(prob_NV: Tensor, options: Options) -> Tensor:
-    """Set descending probabilities to zero as top_k, top_p and min_p say; the first is always kept."""
+    """Set descending probabilities to zero according to top_k, top_p and min_p; never the first."""
     prob_NV = prob_NV.nan_to_num(0.0)  # a row without an allowed token, which ends with any draw
     if options.top_k:
         prob_NV[:, options.top_k :] = 0.0
@@ -439,7 +434,7 @@ def search(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> l
     if options.samples:
         count = options.mbr or options.nbest
         rules = make_rules(scorer, inputs, options, one_path=True)
-        return decode_paths(scorer, inputs, rules, make_choice(scorer, inputs, options, count), count)
+        return decode_paths(scorer, inputs, rules, Sampler(inputs, count, options, scorer.device), count)
     results: list[list[DecodedIds]] = [[] for _ in inputs]
     for extra in sorted({item.stages for item in inputs}):  # so that no output depends on the rest of the batch
         indices = [i for i, item in enumerate(inputs) if item.stages == extra]
@@ -455,8 +450,6 @@ def _best(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, extra
     rules = make_rules(scorer, inputs, options, one_path=False)
     if not options.coverage_penalty:
         return BeamSearch(scorer, inputs, rules, options, extra).run()
-    from regard.decode.alignment import Coverage  # rarely needed
-
     coverage = Coverage(scorer.models[0], [item.sources[0] for item in inputs], options)
     with coverage.record():
         return BeamSearch(scorer, inputs, rules, options, extra, coverage).run()

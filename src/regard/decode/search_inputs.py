@@ -167,7 +167,7 @@ class Preparer:
         return prefix, texts, phrases
 
     def _prefix(self, text: str, limit: int) -> list[int]:
-        """The tokens of a prefix."""
+        """Tokenise and check a prefix."""
         if not text:
             return []
         prefix = self.codec.target.encode([text])[0]

@@ -105,7 +105,7 @@ class ShardDirectory:
         scanned = _size_and_time(file)
         source = Input.scan(file, lines)._asdict()
         state = {"format": FORMAT, "file": str(Path(file).resolve()), "command": command, "input": source}
-        state = json.loads(json.dumps(state))  # as it is compared with a saved one
+        state = json.loads(json.dumps(state))  # normalised, because it is compared with a saved state
         try:
             path.mkdir(exist_ok=True)
         except OSError as error:
@@ -125,7 +125,7 @@ class ShardDirectory:
         self._stack.close()
 
     def missing(self) -> list[Shard]:
-        """Shards that are not finished."""
+        """The unfinished shards."""
         return [shard for shard in self.shards if not self._file(shard).exists()]
 
     def work(self, answer: Answer, rank: int = 0, ranks: int = 1) -> None:
