@@ -1,4 +1,4 @@
-"""Saving that fails or is killed: nothing is lost, nothing succeeds silently, nothing is left behind."""
+"""Failed and killed saves: the error is reported, no checkpoint is lost, no temporary file remains."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from regard.training.fit import fit
 from regard.training.report import Reporter
 
 OPERATIONS: dict[str, list[tuple[Any, str]]] = {
-    "write": [(regard.run, "save_file"), (dcp_files.FileSystem, "create_stream")],  # of either strategy
+    "write": [(regard.run, "save_file"), (dcp_files.FileSystem, "create_stream")],  # DDP and FSDP
     "fsync": [(os, "fsync")],
     "rename": [(os, "rename")],
 }
 KILLED = "killed"
-PATIENCE = 300  # seconds until a process that waits for another is a failure
+MAX_SECONDS = 300  # a training process that takes longer is deadlocked
 Save = Callable[[CheckpointManager, Any], None]
 
 
 def train(order: Recipe, run: Path, processes: int, saving: Callable[[int, Save], Save] | None = None) -> list[str]:
-    """Train or resume in forked processes -> how each ended: a message, nothing, or that it was killed.
+    """Train or resume in forked processes -> the error message of each rank, "" or KILLED.
 
-    `saving` may replace the function that saves a checkpoint in the process of a rank.
+    `saving` may replace the function that saves a checkpoint in a rank.
     """
     with tempfile.TemporaryDirectory() as directory:
         children = []
@@ -60,8 +60,8 @@ def train(order: Recipe, run: Path, processes: int, saving: Callable[[int, Save]
 
 
 def _wait(child: int, children: list[int]) -> int:
-    """The status of a process; if it does not end, all are killed."""
-    deadline = time.monotonic() + PATIENCE
+    """The exit status of a process; after a timeout all processes are killed."""
+    deadline = time.monotonic() + MAX_SECONDS
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -70,7 +70,7 @@ def _wait(child: int, children: list[int]) -> int:
     for each in children:
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
-    pytest.fail(f"a training process has not ended after {PATIENCE} seconds")
+    pytest.fail(f"a training process has not ended after {MAX_SECONDS} seconds")
 
 
 def _take_part(
@@ -91,13 +91,13 @@ def _take_part(
 
 
 @pytest.fixture(scope="module")
-def ends() -> dict[tuple[str, int], dict[str, Any]]:
-    """The results of runs that nothing has happened to, by strategy and number of processes."""
+def references() -> dict[tuple[str, int], dict[str, Any]]:
+    """Results of uninterrupted runs by (strategy, number of processes)."""
     return {}
 
 
 def cases() -> list[Any]:
-    """With one process all; with two those in which either fails, the first alone if it alone writes."""
+    """All failures in one process; in two, those of each rank that writes (with DDP only rank 0 does)."""
     one = [
         (1, 0, strategy, operation, code) for strategy in ("ddp", "fsdp") for operation in OPERATIONS for code in CODES
     ]
@@ -119,10 +119,10 @@ CODES = (errno.ENOSPC, errno.EIO, errno.EACCES)
 
 
 @pytest.mark.parametrize(("processes", "failing", "strategy", "operation", "code"), cases())
-def test_a_failed_save_is_an_error_and_the_old_checkpoint_loads(
+def test_failed_save_is_an_error_and_the_previous_checkpoint_resumes(
     recipe: MakeRecipe,
     tmp_path: Path,
-    ends: dict[tuple[str, int], dict[str, Any]],
+    references: dict[tuple[str, int], dict[str, Any]],
     processes: int,
     failing: int,
     strategy: str,
@@ -130,10 +130,11 @@ def test_a_failed_save_is_an_error_and_the_old_checkpoint_loads(
     code: int,
 ) -> None:
     order = recipe(steps=12, validate_every=4, strategy=strategy, ema=0.5, workers=processes)
-    kind, run = (strategy, processes), tmp_path / "run"
-    if kind not in ends:
-        assert train(order, tmp_path / "alone", processes) == [""] * processes
-        ends[kind] = result(tmp_path / "alone")
+    kind = (strategy, processes)
+    run = tmp_path / "run"
+    if kind not in references:
+        assert train(order, tmp_path / "uninterrupted", processes) == [""] * processes
+        references[kind] = result(tmp_path / "uninterrupted")
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(code, os.strerror(code))
@@ -152,55 +153,59 @@ def test_a_failed_save_is_an_error_and_the_old_checkpoint_loads(
     assert all(message and "Traceback" not in message for message in messages), messages
     assert [p.name for p in (run / "training").glob("step-*")] == ["step-00000004"]
     assert train(order, run, processes) == [""] * processes
-    again = result(run)
-    assert {what: again[what] for what in ("tensors", "log")} == {what: ends[kind][what] for what in ("tensors", "log")}
+    resumed = result(run)
+    assert {key: resumed[key] for key in ("tensors", "log")} == {
+        key: references[kind][key] for key in ("tensors", "log")
+    }
     assert not [p for p in run.rglob("*") if p.name.endswith((".tmp", ".old"))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_kills_inside_a_save(
+def test_resume_after_kills_during_saves_gives_identical_results(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, strategy: str
 ) -> None:
-    """Every start saves after each step, and one of its processes is killed in a save; the end is always the same."""
+    """Each attempt saves after every step, and one process is killed in a save; the result does not change."""
     monkeypatch.setattr("regard.training.trainer.CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr("regard.training.trainer.SAVING_SHARE", 1.0)
     kills = 200
     steps = 4 * kills + 10  # a process is killed in its fourth save at the latest
     order = recipe(steps=steps, validate_every=50, strategy=strategy, ema=0.5, workers=processes)
-    assert train(order, tmp_path / "alone", processes) == [""] * processes
+    assert train(order, tmp_path / "uninterrupted", processes) == [""] * processes
     run = tmp_path / "run"
-    shutil.copytree(tmp_path / "alone/training/data", run / "training/data")
+    shutil.copytree(tmp_path / "uninterrupted/training/data", run / "training/data")
     for kill in range(kills):
         draw = random.Random(kill)
-        victim, dying = draw.randrange(processes), partial(_dying, draw.randint(1, 4), draw.random() * 0.02)
-        ended = train(order, run, processes, partial(_in_process, victim, dying))
-        assert ended[victim] == KILLED, ended
-        assert all("another training process has ended" in other for other in ended if other != KILLED), ended
+        victim, dying = draw.randrange(processes), partial(_kill_in_save, draw.randint(1, 4), draw.random() * 0.02)
+        outcomes = train(order, run, processes, partial(_in_process, victim, dying))
+        assert outcomes[victim] == KILLED, outcomes
+        assert all("another training process has ended" in other for other in outcomes if other != KILLED), outcomes
     assert train(order, run, processes) == [""] * processes
-    end, alone = result(run), result(tmp_path / "alone")
-    assert (end["tensors"], end["log"], end["names"]) == (alone["tensors"], alone["log"], alone["names"])
+    end = result(run)
+    uninterrupted = result(tmp_path / "uninterrupted")
+    for key in ("tensors", "log", "names"):
+        assert end[key] == uninterrupted[key]
 
 
 def _in_process(victim: int, dying: Callable[[Save], Save], rank: int, save: Save) -> Save:
     return dying(save) if rank == victim else save
 
 
-def _dying(number: int, delay: float, save: Save) -> Save:
-    """A function that saves, until the process is killed in the save with this number, so long after its beginning."""
+def _kill_in_save(number: int, delay: float, save: Save) -> Save:
+    """Wrap `save`: the process is killed `delay` seconds after the start of the save with this number."""
 
     def save_and_die(manager: CheckpointManager, progress: Any) -> None:
         nonlocal number
         number -= 1
         last = number == 0
-        if last and os.fork() == 0:  # a process, not a thread: nothing delays it
-            os.closerange(3, 1024)  # the lock of the run among them
+        if last and os.fork() == 0:  # a process, because a thread might be delayed
+            os.closerange(3, 1024)  # includes the lock of the run
             time.sleep(delay)
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(0)
         save(manager, progress)
-        if last:  # it was quicker than the kill
+        if last:  # the save was quicker than the kill
             time.sleep(1)
 
     return save_and_die

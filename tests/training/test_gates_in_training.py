@@ -1,4 +1,4 @@
-"""Training with gates on heads: shut ones are cut, resuming is continuing, and no pressure is no change."""
+"""Training with head gates: closed heads are pruned, runs resume, and a cost of zero changes nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def heads(run: Run) -> int:
     return sum(attention.heads for attention in run.model.attentions().values())
 
 
-def test_a_cost_of_heads_removes_heads(pairs: Path, tmp_path: Path) -> None:
+def test_l0_cost_prunes_heads_without_changing_the_output(pairs: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     fit(recipe(pairs, steps=40, l0=30.0, ema=0.5), out, reporter=Reporter())
     run = Run.load(out)
@@ -56,17 +56,17 @@ def test_a_cost_of_heads_removes_heads(pairs: Path, tmp_path: Path) -> None:
     assert run.config.encoder is not None and run.config.encoder.kept_heads is not None
     small = run.model.size
     with torch.no_grad():
-        said = run.model(torch.tensor([[4, 5, 3]]), None, torch.tensor([[2, 5]]))
+        output = run.model(torch.tensor([[4, 5, 3]]), None, torch.tensor([[2, 5]]))
     assert len(list(generate(run, ["aba"]))) == 1
-    restore_unpruned(out, out / TRAINING / UNCUT)  # with all its heads it says the same
+    restore_unpruned(out, out / TRAINING / UNCUT)  # the unpruned model has the same output
     unpruned = Run.load(out)
     assert heads(unpruned) == 12 and unpruned.model.size > small
     with torch.no_grad():
-        again = unpruned.model(torch.tensor([[4, 5, 3]]), None, torch.tensor([[2, 5]]))
-    assert torch.allclose(said, again, atol=1e-5)
+        unpruned_output = unpruned.model(torch.tensor([[4, 5, 3]]), None, torch.tensor([[2, 5]]))
+    assert torch.allclose(output, unpruned_output, atol=1e-5)
 
 
-def test_without_a_cost_nothing_changes(pairs: Path, tmp_path: Path) -> None:
+def test_l0_cost_of_zero_gives_identical_weights(pairs: Path, tmp_path: Path) -> None:
     fit(recipe(pairs, steps=6), tmp_path / "plain", reporter=Reporter())
     fit(recipe(pairs, steps=6, l0=0.0), tmp_path / "zero", reporter=Reporter())
     plain, zero = (Run.load(tmp_path / name) for name in ("plain", "zero"))
@@ -75,17 +75,19 @@ def test_without_a_cost_nothing_changes(pairs: Path, tmp_path: Path) -> None:
         assert torch.equal(x, weights_of(zero.model)[name])
 
 
-def test_a_killed_run_continues_to_the_same_end(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_with_gates_gives_identical_weights(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = recipe(pairs, steps=20, l0=10.0, ema=0.9, validate_every=7)
     fit(order, tmp_path / "uninterrupted", reporter=Reporter())
     step = Trainer._step
 
-    def stopping(self: Trainer) -> int:
-        found = step(self)
-        return 15 if self.progress.step == 9 else found
+    def stop_at_step_9(self: Trainer) -> int:
+        number = step(self)
+        return 15 if self.progress.step == 9 else number
 
     with monkeypatch.context() as context:
-        context.setattr(Trainer, "_step", stopping)
+        context.setattr(Trainer, "_step", stop_at_step_9)
         with pytest.raises(Stopped):
             fit(order, tmp_path / "parts", reporter=Reporter())
     fit(order, tmp_path / "parts", resume=True, reporter=Reporter())
@@ -95,18 +97,18 @@ def test_a_killed_run_continues_to_the_same_end(pairs: Path, tmp_path: Path, mon
         assert torch.equal(x, weights_of(parts.model)[name])
 
 
-def test_a_pruned_run_resumes_with_all_its_heads(pairs: Path, tmp_path: Path) -> None:
+def test_pruned_run_resumes_with_all_heads(pairs: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     fit(recipe(pairs, steps=40, l0=30.0), out, reporter=Reporter())
-    cut = heads(Run.load(out))
-    fit(recipe(pairs, steps=40, l0=30.0), out, resume=True, reporter=Reporter())  # there is nothing left to do
-    assert heads(Run.load(out)) == cut
+    head_count = heads(Run.load(out))
+    fit(recipe(pairs, steps=40, l0=30.0), out, resume=True, reporter=Reporter())  # the run is finished already
+    assert heads(Run.load(out)) == head_count
     fit(recipe(pairs, steps=50, l0=30.0), out, resume=True, reporter=Reporter())
     longer = Run.load(out)
-    assert cut < 12 and heads(longer) < 12 and Checkpoints(out).progress().step == 50  # type: ignore[union-attr]
+    assert head_count < 12 and heads(longer) < 12 and Checkpoints(out).progress().step == 50  # type: ignore[union-attr]
 
 
-def test_heads_that_cannot_be_pruned_get_no_gates() -> None:
+def test_gates_are_refused_for_heads_that_cannot_be_pruned() -> None:
     for name in ("rnn-luong", "reformer-tiny"):
         with pytest.raises(UserError, match=r"train\.l0"):
             gate_heads(Model(preset(name, 12, changes={})))

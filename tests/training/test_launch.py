@@ -1,4 +1,4 @@
-"""How this process was started, as the environment says: by whom, among how many, and for which time."""
+"""Launch facts from the environment: launcher, number of processes, restarts and devices."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *TORC
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables of a launcher from the environment."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize(("size", "others"), [(None, False), ("1", False), ("2", True)])
-def test_whether_a_launcher_started_us(size: str | None, others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "expected"), [(None, False), ("1", False), ("2", True)])
+def test_launcher_is_detected_by_the_world_size(
+    size: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if size is not None:
         monkeypatch.setenv("WORLD_SIZE", size)
-    assert has_launcher() == others
+    assert has_launcher() == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ def test_whether_a_launcher_started_us(size: str | None, others: bool, monkeypat
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "MASTER_PORT: is not set"),
     ],
 )
-def test_an_environment_that_does_not_add_up(
+def test_inconsistent_environment_is_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
@@ -64,16 +67,16 @@ def test_an_environment_that_does_not_add_up(
 
 
 @pytest.mark.parametrize("size", ["abc", "", "-1", "2.5"])
-def test_a_size_that_is_no_number(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_size_that_is_no_number_is_refused(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(UserError, match="WORLD_SIZE: a whole number"):
         has_launcher()
 
 
-def test_what_an_attempt_leaves_in_the_store_of_the_launcher_is_not_found_by_the_next(
+def test_store_entries_of_an_attempt_are_invisible_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The store outlives the processes, whose addresses are in it."""
+    """The store of the launcher outlives the processes and contains their addresses."""
     launcher = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port), "RANK": "0", "WORLD_SIZE": "2"}
     for name, value in {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
@@ -89,8 +92,8 @@ def test_what_an_attempt_leaves_in_the_store_of_the_launcher_is_not_found_by_the
     assert stores[2].get("address") == b"alive"
 
 
-def test_one_failure_anywhere_restarts_all() -> None:
-    """A launcher whose own processes did not fail has counted nothing."""
+def test_restart_of_one_launcher_counts_for_all() -> None:
+    """A launcher whose own processes did not fail does not count the restart."""
 
     class Two(ProcessGroup):
         def gather_json(self, value: Any) -> list[Any]:
@@ -109,7 +112,7 @@ def test_one_failure_anywhere_restarts_all() -> None:
         ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),  # as with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     ],
 )
-def test_a_store_that_outlives_its_processes(
+def test_store_that_outlives_its_processes_causes_a_warning(
     changes: dict[str, str], warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {**TORCHRUN, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", **changes}.items():
@@ -117,10 +120,10 @@ def test_a_store_that_outlives_its_processes(
     assert (restart_problem() is not None) == warns
 
 
-def test_a_restart_resumes_only_what_its_launcher_began(
+def test_restart_resumes_only_runs_of_its_own_launcher(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the refusal of an existing run would hold for the first attempt alone."""
+    """Otherwise a restart would resume an existing run that the first attempt has refused."""
 
     def attempt(number: int, run: str, launcher: int, resume: bool = False) -> int:
         monkeypatch.setattr(os, "getppid", lambda: launcher)
@@ -128,10 +131,10 @@ def test_a_restart_resumes_only_what_its_launcher_began(
             monkeypatch.setenv(name, value)
         return fit(recipe(steps=2 + number), tmp_path / run, resume, Reporter()).progress.step
 
-    fit(recipe(steps=2), tmp_path / "alone", reporter=Reporter())
+    fit(recipe(steps=2), tmp_path / "other", reporter=Reporter())
     for number in (0, 1):
         with pytest.raises(UserError, match="contains a run"):
-            attempt(number, "alone", 5)
+            attempt(number, "other", 5)
     assert attempt(0, "run", 5) == 2
     assert attempt(1, "run", 5) == 3
     with pytest.raises(UserError, match="contains a run"):
@@ -147,42 +150,42 @@ def test_several_processes_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_each_process_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no GPU here: what torch is told."""
-    told: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "set_device", told.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: told.append((backend, settings)))
+    """Checks the calls of torch, because the test has no GPU."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: calls.append((backend, settings)))
     device = torch.device("cuda", 1)
     group = form_group(1, 2, device, dist.HashStore())  # type: ignore[attr-defined]
-    assert told[0] == device and group.device == device
-    assert told[1][0] == "nccl" and told[1][1]["device_id"] == device
+    assert calls[0] == device and group.device == device
+    assert calls[1][0] == "nccl" and calls[1][1]["device_id"] == device
     form_group(1, 2, device, dist.HashStore(), offload=True)  # type: ignore[attr-defined]
-    assert told[3][0] == "cpu:gloo,cuda:nccl"
+    assert calls[3][0] == "cpu:gloo,cuda:nccl"
 
 
-def test_waiting_for_the_first() -> None:
+def test_wait_for_first_blocks_until_rank_0_arrives() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     first, second = (ProcessGroup(rank, 2, store=store) for rank in range(2))
-    done: list[int] = []
+    rounds: list[int] = []
 
     def wait() -> None:
         for number in range(2):
             second.wait_for_first()
-            done.append(number)
+            rounds.append(number)
 
     thread = Thread(target=wait)
     thread.start()
     thread.join(0.2)
-    assert done == []
+    assert rounds == []
     first.wait_for_first()
     thread.join(0.2)
-    assert done == [0]
+    assert rounds == [0]
     first.wait_for_first()
     thread.join(10)
-    assert done == [0, 1]
+    assert rounds == [0, 1]
     ProcessGroup().wait_for_first()
 
 
-def test_the_end_of_another_process_is_no_fault_of_regard() -> None:
+def test_lost_connections_are_reported_as_the_end_of_another_process() -> None:
     with pytest.raises(UserError, match="another training process has ended"), name_lost_connection():
         raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
     with pytest.raises(UserError, match="another training process has ended"), name_lost_connection():
@@ -191,12 +194,12 @@ def test_the_end_of_another_process_is_no_fault_of_regard() -> None:
         raise RuntimeError("mine")
 
 
-def test_a_launcher_may_signal_twice() -> None:
-    """A scheduler signals all processes, and the launcher passes on what it gets itself."""
-    launched, alone = Signals(launched=True), Signals()
-    for signals in (launched, alone):
+def test_second_signal_aborts_only_without_a_launcher() -> None:
+    """A scheduler signals all processes, and the launcher forwards its own signal."""
+    launched, standalone = Signals(launched=True), Signals()
+    for signals in (launched, standalone):
         signals._handle(15, None)
         assert signals.received == 15
     launched._handle(15, None)
     with pytest.raises(Aborted):
-        alone._handle(15, None)
+        standalone._handle(15, None)

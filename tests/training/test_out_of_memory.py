@@ -1,4 +1,4 @@
-"""A batch for which memory runs out is split, with the gradient of the whole; what does not fit alone is named."""
+"""Batches that exceed memory are split without changing the gradient; examples that do not fit are reported."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def stepper(shape: Config | None = None, group: ProcessGroup | None = None) -> S
     return Stepper(Model(shape or config()), Train(label_smoothing=0.1), group or ProcessGroup())
 
 
-def run_out(*_: object) -> None:
-    torch.empty(1 << 60)  # what torch raises on a CPU
+def raise_out_of_memory(*_: object) -> None:
+    torch.empty(1 << 60)  # torch cannot allocate this on any CPU
 
 
-def forbid(ours: Stepper, too_large: Callable[[Batch], bool], in_backward: bool = False) -> None:
-    """Let memory run out for some batches: at once, or when a part of the gradient has been added up."""
+def limit_memory(ours: Stepper, too_large: Callable[[Batch], bool], in_backward: bool = False) -> None:
+    """Make some batches run out of memory: in the forward pass, or when part of the gradient is computed."""
     original, model = ours.objective.forward, ours.model
     failing = False
 
@@ -58,7 +58,7 @@ def forbid(ours: Stepper, too_large: Callable[[Batch], bool], in_backward: bool 
         nonlocal failing
         failing = too_large(batch)
         if failing and not in_backward:
-            run_out()
+            raise_out_of_memory()
         return original(batch)
 
     ours.objective.forward = forward  # type: ignore[method-assign]
@@ -67,11 +67,11 @@ def forbid(ours: Stepper, too_large: Callable[[Batch], bool], in_backward: bool 
         nonlocal failing
         if failing:
             failing = False
-            run_out()
+            raise_out_of_memory()
 
     if in_backward:
         assert model.encoder is not None
-        for parameter in model.encoder.parameters():  # the decoder has its gradient by then
+        for parameter in model.encoder.parameters():  # the decoder already has its gradient
             parameter.register_post_accumulate_grad_hook(fail)
 
 
@@ -80,42 +80,42 @@ def gradient(ours: Stepper) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("room", [200, 60, 26])
-def test_the_gradient_of_a_split_batch_is_that_of_the_whole(room: int, in_backward: bool) -> None:
+@pytest.mark.parametrize("limit", [200, 60, 26])
+def test_split_batch_has_the_gradient_of_the_whole_batch(limit: int, in_backward: bool) -> None:
     whole, split = stepper(), stepper()
     expected = whole.backward(1, shares())
     assert whole.memory_failures.count == 0 and whole.memory_failures.pieces == 1
-    forbid(split, lambda batch: batch.size > room, in_backward)
+    limit_memory(split, lambda batch: batch.size > limit, in_backward)
     assert split.backward(1, shares()) == pytest.approx(expected, rel=1e-5)
     assert split.memory_failures.count > 0 and split.memory_failures.pieces > 1 and not split.memory_failures.examples
     torch.testing.assert_close(gradient(split), gradient(whole), rtol=1e-4, atol=1e-7)
-    split.backward(2, shares())  # the limit is known now
+    split.backward(2, shares())  # the limit is remembered from step 1
     assert split.memory_failures.count == 0 and split.memory_failures.pieces > 1
     torch.testing.assert_close(gradient(split), gradient(whole), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_what_does_not_fit_alone_is_left_out_and_told(in_backward: bool) -> None:
-    ours, others = stepper(), stepper()
+def test_example_that_does_not_fit_is_skipped_and_counted(in_backward: bool) -> None:
+    ours, reference = stepper(), stepper()
     longest = max(len(source) for source, _ in ROWS[:8])
-    forbid(ours, lambda batch: batch.source_BS.shape[1] > longest, in_backward)
-    mixed = [*ROWS[:3], ROWS[8], *ROWS[3:8]]
-    two = [*shares(mixed[:2]), *shares(mixed[2:])]
-    nll, smoothed, norm = ours.backward(1, two)
+    limit_memory(ours, lambda batch: batch.source_BS.shape[1] > longest, in_backward)
+    rows = [*ROWS[:3], ROWS[8], *ROWS[3:8]]
+    batches = [*shares(rows[:2]), *shares(rows[2:])]
+    nll, smoothed, norm = ours.backward(1, batches)
     assert ours.memory_failures.examples == [(1, 1)]
     assert ours.memory_failures.tokens == len(ROWS[8][1])
-    assert [nll, smoothed, norm] == pytest.approx(others.backward(1, shares(ROWS[:8])), rel=1e-5)
-    torch.testing.assert_close(gradient(ours), gradient(others), rtol=1e-4, atol=1e-7)
+    assert [nll, smoothed, norm] == pytest.approx(reference.backward(1, shares(ROWS[:8])), rel=1e-5)
+    torch.testing.assert_close(gradient(ours), gradient(reference), rtol=1e-4, atol=1e-7)
 
 
-def test_if_nothing_fits_there_is_no_gradient() -> None:
+def test_sums_are_zero_if_no_example_fits() -> None:
     ours = stepper()
-    forbid(ours, lambda batch: True)
+    limit_memory(ours, lambda batch: True)
     assert ours.backward(1, shares()) == [0.0, 0.0, 0.0]
     assert len(ours.memory_failures.examples) == len(ROWS) and ours.memory_failures.tokens == TOTAL
 
 
-def test_another_error_is_not_taken_for_it() -> None:
+def test_other_runtime_errors_are_raised() -> None:
     ours = stepper()
 
     def forward(batch: Batch) -> Loss:
@@ -126,10 +126,10 @@ def test_another_error_is_not_taken_for_it() -> None:
         ours.backward(1, shares())
 
 
-def test_the_optimizer_may_not_fit_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = stepper()
     norm = ours.backward(1, shares())[2]
-    monkeypatch.setattr(ours.optimizer, "step", run_out)
+    monkeypatch.setattr(ours.optimizer, "step", raise_out_of_memory)
     with pytest.raises(UserError, match=r"not enough memory for the optimizer.*parameters"):
         ours.update(1, 1e-3, norm)
 
@@ -139,7 +139,7 @@ def test_segment_memory_is_split_with_the_batch() -> None:
     text = torch.randint(4, 12, (6, 11), generator=torch.Generator().manual_seed(1))
     segments: Shares = [(lm_batch(text[:, :6], 60), 1.0), (lm_batch(text[:, 5:], 60), 1.0)]
     whole, split = stepper(shape), stepper(shape)
-    forbid(split, lambda batch: len(batch.label_BT) > 2)
+    limit_memory(split, lambda batch: len(batch.label_BT) > 2)
     for step in (1, 2):
         assert split.backward(step, segments) == pytest.approx(whole.backward(step, segments), rel=1e-5)
         torch.testing.assert_close(gradient(split), gradient(whole), rtol=1e-4, atol=1e-7)
@@ -150,36 +150,36 @@ def test_segment_memory_is_split_with_the_batch() -> None:
 
 
 @pytest.mark.parametrize("name", ["transformer-tiny", "xl-tiny"])
-def test_validation_in_parts_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_of_split_batches_gives_the_same_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = config(name, **({"memory": 4} if name == "xl-tiny" else {}))
     model = stepper(shape).model.eval()
     text = torch.randint(4, 12, (6, 11), generator=torch.Generator().manual_seed(1))
     batches = [lm_batch(text[:, :6]), lm_batch(text[:, 5:])] if name == "xl-tiny" else [shares()[0][0]]
     expected = mean_scores(model, batches, ProcessGroup())
     original = Objective.forward
-    most = 2
+    max_rows = 2
 
     def forward(self: Objective, batch: Batch) -> Loss:
-        if len(batch.label_BT) > most:
-            run_out()
+        if len(batch.label_BT) > max_rows:
+            raise_out_of_memory()
         return original(self, batch)
 
     monkeypatch.setattr(Objective, "forward", forward)
     assert mean_scores(model, batches, ProcessGroup()) == pytest.approx(expected, rel=1e-5)
-    most = 0
+    max_rows = 0
     with pytest.raises(UserError, match="not enough memory to validate"):
         mean_scores(model, batches, ProcessGroup())
 
 
-def take_part(rank: int, size: int, store: str, out: str) -> None:
-    """Memory runs out in the second process -> the message of each."""
+def run_rank(rank: int, size: int, store: str, out: str) -> None:
+    """Run out of memory in rank 1, and save the message of each rank."""
     torch.set_num_threads(1)
     message = ""
     with form_group(rank, size, torch.device("cpu"), store) as group:
         torch.manual_seed(1)
         ours = Stepper(Model(config()), Train(batch_tokens=77), group)
         if rank == 1:
-            forbid(ours, lambda batch: True)
+            limit_memory(ours, lambda batch: True)
         try:
             ours.backward(1, shares(ROWS[rank::2]))
             group.gather([0.0])
@@ -191,8 +191,8 @@ def take_part(rank: int, size: int, store: str, out: str) -> None:
 
 
 def test_several_processes_do_not_split_a_batch(tmp_path: Path) -> None:
-    """The others wait in a collective; the message names the setting to lower, and how one process would split."""
-    first, second = (bytes(message.tolist()).decode() for message in run_ranks(2, take_part, tmp_path))
+    """Other ranks wait in a collective, so this is an error; it names the setting to lower and the single process."""
+    first, second = (bytes(message.tolist()).decode() for message in run_ranks(2, run_rank, tmp_path))
     assert first == "lost True"
     assert "not enough memory for a batch" in second and "train.batch_tokens (now 77" in second
     assert "--resume --workers 1" in second
@@ -206,13 +206,13 @@ def limit_run(monkeypatch: pytest.MonkeyPatch, too_large: Callable[[Batch], bool
 
     def forward(self: Objective, batch: Batch) -> Loss:
         if self.training and too_large(batch):
-            run_out()
+            raise_out_of_memory()
         return original(self, batch)
 
     monkeypatch.setattr(Objective, "forward", forward)
 
 
-def test_a_run_goes_on_and_names_the_line(
+def test_run_skips_the_example_that_does_not_fit_and_names_its_line(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "train.tsv"
@@ -222,11 +222,11 @@ def test_a_run_goes_on_and_names_the_line(
     limit_run(monkeypatch, lambda batch: batch.source_BS.shape[1] > 30 or len(batch.label_BT) > 5)
     report = fit(recipe(epochs=1, steps=None), tmp_path / "run", reporter=Lines())
     events = read_log(tmp_path / "run" / "log.jsonl")
-    told = [event for event in events if event["event"] == "memory"]
-    (skipped,) = [event for event in told if event["skipped"]]
+    failures = [event for event in events if event["event"] == "memory"]
+    (skipped,) = [event for event in failures if event["skipped"]]
     assert skipped["skipped"] == [f"{file}:42 (36 and 31 tokens)"]
     assert report.progress.unfit == events[-1]["unfit"] == 1
-    assert report.progress.memory_failures == events[-1]["memory_failures"] >= len(told) >= 1
+    assert report.progress.memory_failures == events[-1]["memory_failures"] >= len(failures) >= 1
     messages = capsys.readouterr().err
     assert f"a batch of one does not fit: {file}:42" in messages
     assert "memory ran out" in next(line for line in messages.splitlines() if line.startswith("finished"))
@@ -234,7 +234,7 @@ def test_a_run_goes_on_and_names_the_line(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_of_several_processes_stops_and_one_process_goes_on(
+def test_run_of_two_processes_stops_and_resumes_with_one(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     order = recipe(steps=3, workers=2, strategy=strategy)
@@ -245,7 +245,7 @@ def test_a_run_of_several_processes_stops_and_one_process_goes_on(
     assert report.progress.step == 3 and report.progress.memory_failures > 0
 
 
-def test_a_model_that_fits_nothing_is_a_clear_error(
+def test_run_stops_after_three_steps_without_a_fitting_example(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_run(monkeypatch, lambda batch: True)
@@ -256,8 +256,8 @@ def test_a_model_that_fits_nothing_is_a_clear_error(
         fit(recipe(steps=9), tmp_path / "run", reporter=Reporter())
 
 
-def test_events_in_words() -> None:
+def test_memory_events_are_described() -> None:
     event = {"event": "memory", "step": 7, "pieces": 4, "skipped": []}
     assert describe_event(event) == "step 7 · memory ran out: the batch was split into 4 parts"
-    many = describe_event({**event, "skipped": [f"f.tsv:{n}" for n in range(9)]})
-    assert many.endswith("a batch of one does not fit: f.tsv:0; f.tsv:1; f.tsv:2; f.tsv:3; f.tsv:4; ...")
+    description = describe_event({**event, "skipped": [f"f.tsv:{n}" for n in range(9)]})
+    assert description.endswith("a batch of one does not fit: f.tsv:0; f.tsv:1; f.tsv:2; f.tsv:3; f.tsv:4; ...")

@@ -1,3 +1,5 @@
+"""Reporters, the log, the model card and the learning curve."""
+
 from __future__ import annotations
 
 import errno
@@ -49,7 +51,7 @@ def output(reporter: Reporter, stream: io.StringIO) -> str:
     return stream.getvalue()
 
 
-def test_lines() -> None:
+def test_line_reporter_prints_steps_and_events() -> None:
     stream = io.StringIO()
     text = output(Lines(stream), stream)
     assert "choice [not markup] of /a/path\n" in text
@@ -60,7 +62,7 @@ def test_lines() -> None:
     assert "finished at step 99 after 1 min 15 s: no improvement (patience)" in text
 
 
-def test_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_reporter_shows_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "160")
     stream = Terminal()
@@ -76,10 +78,10 @@ def test_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_live_display_breaks_no_word(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_reporter_does_not_break_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr("regard.training.report.REFRESH", 0.0)
+    monkeypatch.setattr("regard.training.report.REFRESH_SECONDS", 0.0)
     stream = Terminal()
     reporter = Live(stream)
     message = "tokens: characters, for " + "a long-winded reason and " * 6 + "runs/" + "x" * 90
@@ -92,17 +94,24 @@ def test_the_live_display_breaks_no_word(width: int, monkeypatch: pytest.MonkeyP
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", stream.getvalue())]
     assert not [line for line in lines if len(line) > width and " " in line.strip()]
     assert [word for line in lines for word in line.split()][: len(message.split())] == message.split()
-    shown = [line for line in lines if "12,346" in line]
-    whole = {"step 12,346", "loss 12.346", "98,765 tokens/s", "1,222,254 s left", "339 h 30 min left", "best wer 81.23"}
-    assert shown and set(shown[0].lstrip("━ ").split(" · ")) <= whole
-    assert "loss 12.346" in shown[0] and "98,765 tokens/s" in shown[0]
-    assert width < 200 or ("best wer 81.23" in shown[0] and "━" in shown[0])
+    status_lines = [line for line in lines if "12,346" in line]
+    fields = {
+        "step 12,346",
+        "loss 12.346",
+        "98,765 tokens/s",
+        "1,222,254 s left",
+        "339 h 30 min left",
+        "best wer 81.23",
+    }
+    assert status_lines and set(status_lines[0].lstrip("━ ").split(" · ")) <= fields
+    assert "loss 12.346" in status_lines[0] and "98,765 tokens/s" in status_lines[0]
+    assert width < 200 or ("best wer 81.23" in status_lines[0] and "━" in status_lines[0])
 
 
-def test_lines_tell_soon_how_it_goes() -> None:
+def test_line_reporter_prints_progress_without_log_events() -> None:
     stream = io.StringIO()
     reporter = Lines(stream)
-    for step in range(1, 81):  # a second each, and nothing is logged
+    for step in range(1, 81):  # one second each
         reporter.loss(4.0, 100)
         reporter.tick(step, step / 100, float(step))
     assert stream.getvalue().splitlines() == [
@@ -112,10 +121,10 @@ def test_lines_tell_soon_how_it_goes() -> None:
     ]
 
 
-def test_the_speed_is_that_of_training_alone() -> None:
+def test_speed_excludes_validation() -> None:
     stream = io.StringIO()
     reporter = Lines(stream)
-    for step, seconds in ((1, 1.0), (2, 2.0), (3, 100.0), (4, 101.0), (5, 140.0)):  # resumed or validated before 3
+    for step, seconds in ((1, 1.0), (2, 2.0), (3, 100.0), (4, 101.0), (5, 140.0)):  # a pause, then an event, before 3
         reporter.loss(4.0, 100)
         if step == 3:
             reporter.event(EVENTS[1])
@@ -123,7 +132,7 @@ def test_the_speed_is_that_of_training_alone() -> None:
     assert "step 3 · loss 4.000 · 100 tokens/s" in stream.getvalue()
 
 
-def test_durations() -> None:
+def test_durations_are_formatted() -> None:
     assert [format_duration(x) for x in (0.4, 59, 60, 3599.6, 7260)] == [
         "0 s",
         "59 s",
@@ -133,7 +142,7 @@ def test_durations() -> None:
     ]
 
 
-def test_a_reopened_log_is_cut_back_to_its_position(tmp_path: Path) -> None:
+def test_reopened_log_is_truncated_to_its_position(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = Log(path)
     log.write({"event": "train", "step": 1})
@@ -142,20 +151,20 @@ def test_a_reopened_log_is_cut_back_to_its_position(tmp_path: Path) -> None:
     log.sync()
     log.close()
     assert read_log(path)[1] == {"event": "train", "step": 2, "loss": None, "norm": None}
-    again = Log(path, position)
-    again.write({"event": "é", "step": 3})
-    again.close()
+    reopened = Log(path, position)
+    reopened.write({"event": "é", "step": 3})
+    reopened.close()
     assert [event["step"] for event in read_log(path)] == [1, 3]
-    assert path.stat().st_size == again.position
+    assert path.stat().st_size == reopened.position
 
 
-def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_last_line_of_the_log_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"step": 1}\n{"ste')
     assert read_log(path) == [{"step": 1}]
 
 
-def test_an_unwritable_log_is_a_users_error(tmp_path: Path) -> None:
+def test_unwritable_log_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"log\.jsonl: cannot write"):
         Log(tmp_path / "missing" / "log.jsonl")
     log = Log(tmp_path / "log.jsonl")
@@ -164,8 +173,8 @@ def test_an_unwritable_log_is_a_users_error(tmp_path: Path) -> None:
         log.write({"event": "x"})
 
 
-def test_a_log_that_cannot_be_cut_is_named(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "log.jsonl")  # nothing of it can be cut off
+def test_error_names_a_log_that_cannot_be_truncated(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")  # a FIFO cannot be truncated
     reader = os.open(tmp_path / "log.jsonl", os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(UserError, match=r"log\.jsonl: cannot write: Invalid argument"):
         Log(tmp_path / "log.jsonl")
@@ -176,7 +185,7 @@ def test_a_log_that_cannot_be_cut_is_named(tmp_path: Path) -> None:
     ("kind", "number"),
     [(Lines, errno.EPIPE), (Lines, errno.EIO), (Lines, errno.ENOSPC), (Live, errno.EIO), (Live, errno.ENOSPC)],
 )
-def test_training_goes_on_when_its_progress_cannot_be_shown(
+def test_reporters_ignore_errors_of_their_output(
     kind: type[Reporter], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A closed terminal, a pipe whose reader has ended, a full disk."""
@@ -190,15 +199,15 @@ def test_training_goes_on_when_its_progress_cannot_be_shown(
     assert output(kind(stream), stream) == ""
 
 
-def test_a_pipe_that_is_closed_is_left_alone(tmp_path: Path) -> None:
+def test_line_reporter_ignores_a_closed_pipe(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as stream:
         for _ in range(3):
-            Lines(stream).say("progress")  # and leaving the block flushes what is left, which must not fail
+            Lines(stream).say("progress")  # leaving the block flushes the buffer, which must not fail
 
 
-def test_the_model_card(recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_model_card_describes_the_run(recipe: MakeRecipe, tmp_path: Path) -> None:
     run = tmp_path / "my run"
     run.mkdir()
     best = Best(step=40, value=31.5, scores={"loss": 0.5, "bleu": 31.5}, averaged=3)
@@ -232,14 +241,14 @@ def test_the_model_card(recipe: MakeRecipe, tmp_path: Path) -> None:
     assert str(tmp_path) not in card
 
 
-def test_a_run_without_a_score_says_so(recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_model_card_reports_missing_scores(recipe: MakeRecipe, tmp_path: Path) -> None:
     write_model_card(tmp_path, recipe(), Progress(), parameters=1, examples=(1, 1), files={}, notes=[], signatures={})
     card = (tmp_path / "README.md").read_text()
     assert "None: the loss was not a finite number in any validation." in card
-    assert "- files: `train.tsv`, `valid.tsv`" in card  # of a run whose files an earlier version did not record
+    assert "- files: `train.tsv`, `valid.tsv`" in card  # runs of old versions have no record of their files
 
 
-def test_the_curve_is_a_picture(tmp_path: Path) -> None:
+def test_curve_is_an_svg_file(tmp_path: Path) -> None:
     events = [{"event": "start"}]
     for step in range(10, 60, 10):
         events.append({"event": "train", "step": step, "loss": 5 / step})
@@ -251,6 +260,6 @@ def test_the_curve_is_a_picture(tmp_path: Path) -> None:
     assert path.stat().st_size > 5000
 
 
-def test_nothing_to_draw(tmp_path: Path) -> None:
+def test_no_curve_is_drawn_without_events(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"event": "start"}\n')
     assert draw_curve(tmp_path, "loss") is None

@@ -1,4 +1,4 @@
-"""Resume is continue: killed anywhere, a run ends bit for bit as if nothing had happened."""
+"""Resume equals continue: a run killed at any point ends bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from regard.recipe import Recipe, load_recipe
 from regard.run import Run
 from regard.training.fit import fit
 from regard.training.log import read_log
-from regard.training.report import CLOCK_FIELDS, Reporter
+from regard.training.report import Reporter
 from regard.training.trainer import Stopped
 
-MARK = "REGARD_TEST_RUN"  # in the environment of a training process and of all that it starts
+CLOCK_FIELDS = ("seconds", "tokens_per_second", "examples_per_second")  # of events
+MARK = "REGARD_TEST_RUN"  # in the environment of a training process and of its children
 
 
 def run_and_kill(recipe: Recipe, run: Path, step: int, delay: float, number: int = signal.SIGKILL) -> int | None:
-    """Train in a process of its own that sends itself a signal a moment after a step -> its exit status."""
+    """Train in a new process that sends itself a signal `delay` seconds after a step -> its exit status."""
     tables = recipe.model_dump(mode="json", exclude_unset=True)
     settings = {"recipe": tables, "run": str(run), "step": step, "delay": delay, "number": int(number)}
     child = children.spawn("test_resume:train_and_kill", settings, environment={MARK: str(run)})
@@ -50,7 +51,7 @@ def train_and_kill(channel: Channel, settings: dict[str, Any]) -> None:
 
 def result(run: Path) -> dict[str, Any]:
     """Everything that must not depend on interruptions."""
-    # not the bytes of the files: the library for shards writes tensors in any order
+    # tensors, not bytes of files: the library for shards writes tensors in any order
     tensors = {
         f"{path.relative_to(run)} {name}": x.numpy().tobytes()
         for path in run.rglob("*.safetensors")
@@ -63,8 +64,8 @@ def result(run: Path) -> dict[str, Any]:
     return {"tensors": tensors, "log": log, "names": names}
 
 
-def others(run: Path) -> list[int]:
-    """The processes that `run_and_kill` has started for a run."""
+def training_processes(run: Path) -> list[int]:
+    """Ids of the processes that `run_and_kill` has started for a run."""
     pids = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -77,10 +78,11 @@ def others(run: Path) -> list[int]:
 
 
 class CallAfter(Reporter):
-    """Does something after a step."""
+    """Calls a function after a step."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
-        self._step, self._act = step, act
+        self._step = step
+        self._act = act
 
     def tick(self, step: int, done: float, seconds: float) -> None:
         if step == self._step:
@@ -95,19 +97,19 @@ def send(number: int) -> None:
     ("workers", "precision", "strategy"),
     [
         (1, "fp32", "ddp"),
-        (3, "fp32", "ddp"),  # the bits of a sum of three depend on their order
+        (3, "fp32", "ddp"),  # the bits of a sum of three numbers depend on the order
         (2, "fp32", "fsdp"),
         pytest.param(2, "fp32", "ddp", marks=pytest.mark.slow),
         pytest.param(2, "bf16", "ddp", marks=pytest.mark.slow),
         pytest.param(1, "fp32", "fsdp", marks=pytest.mark.slow),
     ],
 )
-def test_interrupted_runs_end_like_uninterrupted_ones(
+def test_resume_after_kill_gives_identical_weights(
     recipe: MakeRecipe, tmp_path: Path, ranks: list[Child], workers: int, precision: str, strategy: str
 ) -> None:
-    """Killed at a random moment, stopped by a signal, left by a worker: the end is the same bit for bit.
+    """The run is killed at a random moment, stopped by SIGTERM, and loses a worker.
 
-    A worker that was stopped itself does not keep the signal waiting, though the step waits for it.
+    SIGTERM ends the run even while its step waits for a worker that is suspended by SIGSTOP.
     """
     settings = {"average": 2, "ema": 0.9, "metric": "wer", "accumulate": 2, "precision": precision}
     order = recipe(steps=24, validate_every=6, workers=workers, strategy=strategy, **settings)
@@ -120,9 +122,9 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
     at, delay = draw.randint(1, 12), draw.random() / 50
     assert run_and_kill(order, run, at, delay) == -signal.SIGKILL
     deadline = time.monotonic() + 10
-    while (left := others(run)) and time.monotonic() < deadline:
+    while (remaining := training_processes(run)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not left, "a worker outlives the first process"
+    assert not remaining, "a worker outlives the first process"
 
     def terminate() -> None:
         ranks[-1].signal(signal.SIGSTOP)
@@ -135,14 +137,16 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
             fit(order, run, resume=True, reporter=CallAfter(15, terminate))
         assert stopped.value.code == 143
         assert signal.set_wakeup_fd(-1) == -1
-    saved = [p.name for p in (run / "training").glob("step-*")]
-    assert len(saved) == 1 and saved[0] >= "step-00000016"  # the step was finished
-    assert not others(run) and all(rank.poll() is not None for rank in ranks)
+    checkpoints = [p.name for p in (run / "training").glob("step-*")]
+    assert len(checkpoints) == 1 and checkpoints[0] >= "step-00000016"  # the step was finished
+    assert not training_processes(run) and all(rank.poll() is not None for rank in ranks)
 
     if workers > 1:
         first = len(ranks)
-        died = rf"process 1 of {workers} was killed by signal 9 \(out of memory\?\); the last checkpoint is safe, go on"
-        with pytest.raises(ChildDied, match=died):
+        message = (
+            rf"process 1 of {workers} was killed by signal 9 \(out of memory\?\); the last checkpoint is safe, continue"
+        )
+        with pytest.raises(ChildDied, match=message):
             fit(order, run, resume=True, reporter=CallAfter(20, lambda: ranks[first].kill()))
 
     fit(order, run, resume=True, reporter=Reporter())
@@ -150,46 +154,46 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
 
 
 class Crash(BaseException):
-    """The machine stops here: no clean-up code runs that would only run for errors."""
+    """Simulated crash of the machine: not an Exception, so that no error handler runs."""
 
 
 @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # files left open by the crash
-def test_a_crash_at_any_write_loses_nothing(
+def test_resume_after_a_crash_at_any_write_gives_identical_results(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stop before each single file operation in turn, and go on."""
+    """Crash before each file operation in turn, and resume."""
     order = recipe(steps=2, validate_every=1, average=2, log_every=2, ema=0.5)
     fit(order, tmp_path / "uninterrupted", reporter=Reporter())
     uninterrupted = result(tmp_path / "uninterrupted")
     run = tmp_path / "run"
-    left = 0
+    countdown = 0
 
-    def counted(module: Any, name: str) -> None:
+    def count_calls(module: Any, name: str) -> None:
         original = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
+            nonlocal countdown
             path = str(args[0])
             if path.startswith(str(run)) and "/data" not in path:  # preparing data has its own tests
-                left -= 1
-                if left == 0:
+                countdown -= 1
+                if countdown == 0:
                     raise Crash
             return original(*args, **kwargs)
 
         monkeypatch.setattr(module, name, call)
 
     for module, name in ((os, "replace"), (os, "rename"), (os, "unlink"), (os, "mkdir"), (shutil, "rmtree")):
-        counted(module, name)
+        count_calls(module, name)
     for stop_at in range(1, 200):
         for old in {*run.glob("*.*"), *run.glob(".*"), *run.glob("training/*-*")}:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
-        left = stop_at
+        countdown = stop_at
         try:
             fit(order, run, reporter=Reporter())
             break
         except Crash:
-            left = 0
-        try:  # what is there can be used, or it is plainly not there yet
+            countdown = 0
+        try:  # the run loads, or the error states that it is incomplete
             Run.load(run)
         except UserError as error:
             assert any(text in str(error) for text in ("no weights yet", "not a run directory", "no such run"))
@@ -199,7 +203,9 @@ def test_a_crash_at_any_write_loses_nothing(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_other_signals_save_too(recipe: MakeRecipe, tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_sigint_and_sighup_save_a_checkpoint(
+    recipe: MakeRecipe, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     handler = signal.getsignal(number)
     with pytest.raises(Stopped) as stopped:
         fit(recipe(steps=100_000), tmp_path / "run", reporter=CallAfter(5, lambda: send(number)))
@@ -208,18 +214,16 @@ def test_other_signals_save_too(recipe: MakeRecipe, tmp_path: Path, number: sign
     assert signal.getsignal(number) is handler
 
 
-def test_nohup_is_respected(recipe: MakeRecipe, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_ignored_sighup_does_not_stop_training(recipe: MakeRecipe, tmp_path: Path) -> None:
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         report = fit(recipe(steps=4), tmp_path / "run", reporter=CallAfter(2, lambda: send(signal.SIGHUP)))
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, handler)
     assert report.progress.finished == "steps"
 
 
-def test_a_signal_during_validation_does_not_wait_for_its_end(
-    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signal_interrupts_validation(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import regard.training.fit
 
     order = recipe(steps=8, validate_every=4, ema=0.5)
@@ -239,18 +243,20 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
     assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")
 
 
-def test_a_run_has_one_writer(recipe: MakeRecipe, tmp_path: Path) -> None:
-    """While one trains, another is refused with its name and changes nothing; its own workers do not count."""
-    order, run, refused = recipe(steps=6, workers=2), tmp_path / "run", []
+def test_second_writer_of_a_run_is_refused(recipe: MakeRecipe, tmp_path: Path) -> None:
+    """The error names the process that writes, and nothing changes; the workers of that process may write."""
+    order = recipe(steps=6, workers=2)
+    run = tmp_path / "run"
+    errors = []
 
-    def train_there() -> None:
+    def train_again() -> None:
         for resume in (False, True):
             before = result(run)
             with pytest.raises(UserError, match=rf"run: process {os.getpid()} on .* is writing here") as error:
                 fit(order, run, resume=resume, reporter=Reporter())
-            refused.append(error)
+            errors.append(error)
             assert result(run) == before
 
-    report = fit(order, run, reporter=CallAfter(3, train_there))
-    assert len(refused) == 2 and report.progress.finished == "steps"
+    report = fit(order, run, reporter=CallAfter(3, train_again))
+    assert len(errors) == 2 and report.progress.finished == "steps"
     assert not (run / "training/lock").exists()

@@ -1,4 +1,4 @@
-"""What is counted for several processes against what they hold and send in a real step."""
+"""Estimated memory and communication of several processes, compared with those of a real step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES += [(family, {"strategy": "fsdp", "recompute": True}) for family in ("pair
 
 
 class CountCollectives(TorchDispatchMode):
-    """Adds up the bytes of the largest tensor of every collective: the whole, where others are shards."""
+    """Sums the bytes of the largest tensor of every collective, which is the full one of a set of shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,22 +56,24 @@ class CountCollectives(TorchDispatchMode):
 
 
 def measure(rank: int, size: int, family: str, settings: dict[str, Any], group: ProcessGroup) -> dict[str, int]:
-    """Bytes that one step passes to collectives, and that a process holds after it."""
+    """Bytes that a process passes to collectives in one step, and bytes that it holds after the step."""
     stepper = Stepper(Model(config(family)), Train(**settings), group)
     shares = share(ROWS, config(family), rank, size)
-    with CountCollectives() as counted:
+    with CountCollectives() as counter:
         *_, norm = stepper.backward(1, shares)
         assert stepper.update(1, 1e-3, norm)
     weights = list(stepper.model.parameters())
     moments = [stepper.optimizer.state[p][name] for p in weights for name in ("exp_avg", "exp_avg_sq")]
     average = [] if stepper.ema is None else list(stepper.ema.weights.values())
     gradients = [p.grad for p in weights if p.grad is not None]
-    held = {"weights": weights, "gradients": gradients, "moments": moments, "average": average}
-    # tied weights are in a state dict, and so in the average, under one name
-    return counted.bytes | {name: sum(4 * local(x).numel() for x in tensors) for name, tensors in held.items()}
+    tensors_by_kind = {"weights": weights, "gradients": gradients, "moments": moments, "average": average}
+    # a state dict, and so the average, contains tied weights once
+    return counter.bytes | {
+        name: sum(4 * local(x).numel() for x in tensors) for name, tensors in tensors_by_kind.items()
+    }
 
 
-def take_part(rank: int, size: int, store: str, out: str) -> None:
+def run_rank(rank: int, size: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     results = []
     with form_group(rank, size, torch.device("cpu"), store) as group:
@@ -84,18 +86,18 @@ def take_part(rank: int, size: int, store: str, out: str) -> None:
     torch.save(results, out)
 
 
-def planned(family: str, ranks: int, **settings: Any) -> Scaling:
+def estimate(family: str, ranks: int, **settings: Any) -> Scaling:
     info = describe(config(family), Workload(length=4, batch_tokens=16))
     return plan_scaling(config(family), info, Train(accumulate=2, **settings), ranks, on_cpu=True)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_processes_hold_and_send_what_is_counted(tmp_path: Path, size: int) -> None:
-    """Every collective to the byte; memory exactly for the first process, which no other exceeds."""
-    for (family, settings), first, *others in zip(CASES, *run_ranks(size, take_part, tmp_path), strict=True):
+def test_estimated_bytes_equal_the_measured_bytes(tmp_path: Path, size: int) -> None:
+    """Communication is exact; memory is exact for rank 0 and an upper bound for the other ranks."""
+    for (family, settings), first, *others in zip(CASES, *run_ranks(size, run_rank, tmp_path), strict=True):
         for measured in (first, *others):
             assert isinstance(measured, dict), measured
-        scaling = planned(family, size, **settings)
+        scaling = estimate(family, size, **settings)
         for name in COLLECTIVES.values():
             expected = getattr(scaling.communication, name)
             assert [expected] * size == [each[name] for each in (first, *others)], (family, settings, name)
@@ -106,7 +108,7 @@ def test_processes_hold_and_send_what_is_counted(tmp_path: Path, size: int) -> N
 
 
 class PeakMemory(TorchDispatchMode):
-    """The most bytes that tensors hold at a time. What fsdp has freed keeps its storage, of no bytes."""
+    """Peak bytes held by tensors. Tensors freed by FSDP keep a storage of zero bytes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -120,7 +122,7 @@ class PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # the operations on its local tensors are seen next
+            return NotImplemented  # the operations on its local tensors are dispatched next
         results = func(*args, **(kwargs or {}))
         for storage in [storage for storage in self._held if storage.expired()]:
             del self._held[storage]
@@ -150,7 +152,7 @@ PEAKS += [("reversible", {"strategy": strategy}) for strategy in ("ddp", "fsdp")
 
 
 def larger(family: str) -> Config:
-    """Large enough that weights and activations outweigh single tensors."""
+    """A config in which weights and activations outweigh single tensors."""
     if family == "reversible":
         stack = LARGER | {"layers": 12, "residual": "reversible"}
         return preset("gpt-tiny", 200, changes={"decoder": stack, "tie_output": False})
@@ -159,18 +161,19 @@ def larger(family: str) -> Config:
 
 
 def measure_peak(rank: int, size: int, family: str, settings: dict[str, Any], group: ProcessGroup) -> int:
-    """The most bytes that a process holds in its second step."""
-    model, row = larger(family), [5] * (LENGTH - 1) + [3]
+    """Peak bytes of a process in its second step."""
+    model = larger(family)
+    row = [5] * (LENGTH - 1) + [3]
     stepper = Stepper(Model(model), Train(**settings), group)
-    mine = collate(*zip(*[(row, row)] * (TEXTS // size), strict=True), model, float(TEXTS * LENGTH))
-    shares = [(mine, 1.0)] * stepper.train.accumulate
+    batch = collate(*zip(*[(row, row)] * (TEXTS // size), strict=True), model, float(TEXTS * LENGTH))
+    shares = [(batch, 1.0)] * stepper.train.accumulate
     *_, norm = stepper.backward(1, shares)
     assert stepper.update(1, 1e-3, norm)
-    held = [*stepper.model.parameters()] + [p.grad for p in stepper.model.parameters()]
-    held += [x for state in stepper.optimizer.state.values() for x in state.values()]
-    held += [] if stepper.ema is None else list(stepper.ema.weights.values())
-    peak = PeakMemory(local(x) for x in held if x is not None)
-    del held
+    tensors = [*stepper.model.parameters()] + [p.grad for p in stepper.model.parameters()]
+    tensors += [x for state in stepper.optimizer.state.values() for x in state.values()]
+    tensors += [] if stepper.ema is None else list(stepper.ema.weights.values())
+    peak = PeakMemory(local(x) for x in tensors if x is not None)
+    del tensors
     with peak:
         *_, norm = stepper.backward(2, shares)
         assert stepper.update(2, 1e-3, norm)
@@ -185,10 +188,10 @@ def take_peaks(rank: int, size: int, store: str, out: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_peak_of_a_step_is_near_what_is_counted(tmp_path: Path, size: int) -> None:
-    """Rather less: some of what is counted together is not there at the same time.
+def test_estimated_memory_of_a_step_is_close_to_the_measured_peak(tmp_path: Path, size: int) -> None:
+    """Usually the peak is lower than the estimate: not all tensors of the estimate exist at the same time.
 
-    Recurrent layers hold more, for oneDNN keeps buffers that are not counted.
+    Recurrent layers hold more, because oneDNN keeps buffers that are not part of the estimate.
     """
     if size == 1:
         measured = [[measure_peak(0, 1, family, settings, ProcessGroup()) for family, settings in PEAKS]]
@@ -196,25 +199,26 @@ def test_the_peak_of_a_step_is_near_what_is_counted(tmp_path: Path, size: int) -
         measured = run_ranks(size, take_peaks, tmp_path)
     for (family, settings), *peaks in zip(PEAKS, *measured, strict=True):
         info = describe(larger(family), Workload(length=LENGTH, batch_tokens=TEXTS * LENGTH))
-        counted = plan_scaling(larger(family), info, Train(**settings), size, on_cpu=True).memory.step
+        estimated = plan_scaling(larger(family), info, Train(**settings), size, on_cpu=True).memory.step
         least, most = (0.75, 1.07) if family != "rnn-luong" else (1.0, 1.5)
-        assert least < max(peaks) / counted < most, (family, settings, [peak / counted for peak in peaks])
+        assert least < max(peaks) / estimated < most, (family, settings, [peak / estimated for peak in peaks])
 
 
-def test_one_process_is_as_it_is_counted_without_others() -> None:
-    group, settings = ProcessGroup(), {"strategy": "fsdp", "ema": 0.9}
-    measured, scaling = measure(0, 1, "pairs", settings, group), planned("pairs", 1, **settings)
+def test_estimate_for_one_process_has_no_communication_and_equals_describe() -> None:
+    settings = {"strategy": "fsdp", "ema": 0.9}
+    measured = measure(0, 1, "pairs", settings, ProcessGroup())
+    scaling = estimate("pairs", 1, **settings)
     assert scaling.sent == 0
     assert all(
         measured[name] == getattr(scaling.memory, name) for name in ("weights", "gradients", "moments", "average")
     )
     info = describe(config("pairs"), Workload(length=4, batch_tokens=16))
-    assert planned("pairs", 1).memory.step == info.training
+    assert estimate("pairs", 1).memory.step == info.training
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "transformer-tiny"])
-def test_layers_computed_again_save_as_much_as_is_counted(name: str) -> None:
-    """Per layer, in a real forward and backward pass of enough layers that they outweigh the inside of one."""
+def test_recomputation_saves_the_estimated_memory(name: str) -> None:
+    """Compared per layer, in a real forward and backward pass with enough layers to outweigh the inside of one."""
     ids, counts, peaks = torch.zeros(8, 32, dtype=torch.int64), [], []
     for layers in (12, 24):
         stack = {"layers": layers, "width": 32, "heads": 2, "ff": 64, "dropout": 0.1}
@@ -233,35 +237,36 @@ def test_layers_computed_again_save_as_much_as_is_counted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_can_be_planned(name: str) -> None:
+def test_every_preset_has_an_estimate(name: str) -> None:
     model, train = preset(name), Train(strategy="fsdp", precision="bf16", recompute=True)
     info = describe(model)
     few, many = (plan_scaling(model, info, train, ranks) for ranks in (2, 8))
     assert many.memory.weights < few.memory.weights < info.weights
     assert few.memory.step < info.training or info.total < 10e6
-    # the ring sends nearly all of it, however many take part, but for padding
+    # a ring sends nearly all bytes for any number of ranks, apart from padding
     assert few.sent < many.sent < 2 * few.sent * 1.1
 
 
-def test_time_is_that_of_computing_and_sending() -> None:
+def test_step_time_combines_computation_and_communication() -> None:
     model, hardware = preset("llama-2-7b"), Hardware(flops=4e14, bandwidth=5e10)
     info = describe(model, Workload(length=4096, batch_tokens=1 << 20))
-    alone = plan_scaling(model, info, Train(), 1, hardware)
-    assert alone.efficiency() == 1 and alone.seconds() == info.training_seconds(1 << 20, 4e14)
+    single = plan_scaling(model, info, Train(), 1, hardware)
+    assert single.efficiency() == 1 and single.seconds() == info.training_seconds(1 << 20, 4e14)
     ddp, fsdp = (plan_scaling(model, info, Train(strategy=name), 64, hardware) for name in ("ddp", "fsdp"))
     for several in (ddp, fsdp):
         assert several.seconds(overlap=False) == several.compute_seconds + several.sent / 5e10
         assert several.compute_seconds < several.seconds() < several.seconds(overlap=False)
     slow = plan_scaling(model, info, Train(), 64, Hardware(flops=4e14, bandwidth=1e9))
-    assert slow.seconds() == pytest.approx(slow.compute_seconds / 3 + slow.sent / 1e9)  # more than a backward pass
-    again = plan_scaling(model, info, Train(strategy="fsdp", recompute=True), 64, hardware)
-    assert again.compute_seconds == pytest.approx(fsdp.compute_seconds * 4 / 3)
+    # sending takes longer than the backward pass
+    assert slow.seconds() == pytest.approx(slow.compute_seconds / 3 + slow.sent / 1e9)
+    recomputed = plan_scaling(model, info, Train(strategy="fsdp", recompute=True), 64, hardware)
+    assert recomputed.compute_seconds == pytest.approx(fsdp.compute_seconds * 4 / 3)
     offloaded = plan_scaling(model, info, Train(strategy="fsdp", offload=True), 64, hardware).memory
     assert offloaded.step + offloaded.host == fsdp.memory.step
 
 
 class Buckets(list[int]):
-    """The numbers of every bucket that DistributedDataParallel sends, in one process."""
+    """Sizes (in numbers) of the buckets that DistributedDataParallel sends, in one process."""
 
     def __init__(self, model: Model, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         send = data_parallel._sum_bucket
@@ -281,19 +286,19 @@ class Buckets(list[int]):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_last_bucket_is_the_one_that_torch_sends_last(
+def test_exposed_communication_is_the_last_bucket_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
     settings = {"share_embeddings": tied, "tie_output": tied}
     shape = preset("transformer-mini", 2000, changes={**settings, "encoder": {"layers": 3}})
     info = describe(shape, Workload(length=4, batch_tokens=16))
-    counted = plan_scaling(shape, info, Train(), 2).communication
+    communication = plan_scaling(shape, info, Train(), 2).communication
     *others, last = Buckets(Model(shape), tmp_path, monkeypatch)
-    assert others and counted.exposed == 2 * 4 * last
-    assert counted.all_reduce == 4 * (sum(others) + last) + 4 * (1 + len(list(Model(shape).parameters())))
+    assert others and communication.exposed == 2 * 4 * last
+    assert communication.all_reduce == 4 * (sum(others) + last) + 4 * (1 + len(list(Model(shape).parameters())))
 
 
-def test_the_command_line_shows_each_process() -> None:
+def test_info_command_shows_memory_communication_and_time() -> None:
     order = ("info", "transformer-tiny", "--ranks", 4, "--strategy", "fsdp", "--flops", 1, "--bandwidth", 2)
     scaling = json.loads(call(*order, "--json").out)["scaling"]
     assert scaling["ranks"] == 4 and scaling["strategy"] == "fsdp"
@@ -301,8 +306,8 @@ def test_the_command_line_shows_each_process() -> None:
         0.75 * (scaling["communication"]["all_gather"] + scaling["communication"]["reduce_scatter"])
     )
     assert scaling["time"]["step"] > scaling["time"]["compute"] > 0
-    shown = call(*order).out
-    assert all(words in shown for words in ("memory of each of 4", "gathered weights", "sent per step", "efficiency"))
+    text = call(*order).out
+    assert all(words in text for words in ("memory of each of 4", "gathered weights", "sent per step", "efficiency"))
     assert "efficiency" not in call(*order[:4]).out
 
 
@@ -315,6 +320,6 @@ def test_the_command_line_shows_each_process() -> None:
         (("--ranks", 2, "--strategy", "fdsp"), "did you mean 'fsdp'?"),
     ],
 )
-def test_mistakes_are_named(order: tuple[object, ...], message: str) -> None:
+def test_invalid_scaling_options_are_refused(order: tuple[object, ...], message: str) -> None:
     result = call("info", "transformer-tiny", *order)
     assert result.code == 2 and message in result.err

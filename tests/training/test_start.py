@@ -1,4 +1,4 @@
-"""Starting from a run: all of it, parts of it, with new parts, or with adapters."""
+"""Training that starts from another run: all weights, some parts, new layers, adapters; and resumed recipes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CollectingReporter(Reporter):
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Little runs to start from: one that predicts masked tokens, one language model, one of images."""
+    """Small base runs: masked language modelling, causal LM and image classification."""
     path = tmp_path_factory.mktemp("bases")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("regard.training.summary.draw_curve", lambda run, metric: None)
@@ -43,7 +43,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def tuned(task: str, base: Path, folder: Path, **settings: Any) -> dict[str, Any]:
+def fine_tuning(task: str, base: Path, folder: Path, **settings: Any) -> dict[str, Any]:
     order = tables(task, folder, steps=3, start_from=str(base), **settings)
     return order | {"model": {}, "text": {}}
 
@@ -58,8 +58,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model.safetensors")
 
 
-def test_all_weights_are_the_beginning(bases: Path, tmp_path: Path) -> None:
-    messages = messages_of(tuned("lm", bases / "lm", tmp_path, lr=1e-9), tmp_path / "run")
+def test_training_starts_with_all_weights_and_tokens_of_the_base(bases: Path, tmp_path: Path) -> None:
+    messages = messages_of(fine_tuning("lm", bases / "lm", tmp_path, lr=1e-9), tmp_path / "run")
     assert "tokens: those of" in messages and "weights: those of" in messages and "new weights:" not in messages
     ours, theirs = weights(tmp_path / "run"), weights(bases / "lm")
     assert ours.keys() == theirs.keys()
@@ -67,8 +67,8 @@ def test_all_weights_are_the_beginning(bases: Path, tmp_path: Path) -> None:
     assert Run.load(tmp_path / "run").codec == Run.load(bases / "lm").codec
 
 
-def test_a_new_classifier_is_fresh_and_reported(bases: Path, tmp_path: Path) -> None:
-    messages = messages_of(tuned("classify", bases / "masked", tmp_path, lr=1e-9), tmp_path / "run")
+def test_new_classifier_head_is_initialised_and_reported(bases: Path, tmp_path: Path) -> None:
+    messages = messages_of(fine_tuning("classify", bases / "masked", tmp_path, lr=1e-9), tmp_path / "run")
     assert "new weights: output.bias, output.weight" in messages and "unused weights: transform." in messages
     ours, theirs = weights(tmp_path / "run"), weights(bases / "masked")
     assert ours["output.weight"].shape == (2, 32)
@@ -79,27 +79,27 @@ def test_a_new_classifier_is_fresh_and_reported(bases: Path, tmp_path: Path) -> 
     other.mkdir()
     path = labelled_file(other / "classify.txt")
     path.write_text(path.read_text().replace("\tsea\n", "\tlake\n"))
-    renamed = messages_of(tuned("classify", tmp_path / "run", other, lr=1e-9), other / "run")
-    assert "new weights: output.bias, output.weight" in renamed  # as many labels, but others
-    again = messages_of(tuned("classify", tmp_path / "run", tmp_path, lr=1e-9), tmp_path / "again")
-    assert "new weights:" not in again  # the same labels, the same head
+    renamed = messages_of(fine_tuning("classify", tmp_path / "run", other, lr=1e-9), other / "run")
+    assert "new weights: output.bias, output.weight" in renamed  # as many labels, but with other names
+    unchanged = messages_of(fine_tuning("classify", tmp_path / "run", tmp_path, lr=1e-9), tmp_path / "again")
+    assert "new weights:" not in unchanged  # equal labels keep the head
 
 
-def test_only_parts_are_trained(bases: Path, tmp_path: Path) -> None:
+def test_only_selected_parts_and_new_layers_are_trained(bases: Path, tmp_path: Path) -> None:
     parts = ["encoder.blocks.0.feed_forward", "encoder.embed_norm"]
-    messages = messages_of(tuned("classify", bases / "masked", tmp_path, parts=parts), tmp_path / "run")
+    messages = messages_of(fine_tuning("classify", bases / "masked", tmp_path, parts=parts), tmp_path / "run")
     ours, theirs = weights(tmp_path / "run"), weights(bases / "masked")
-    moved = {name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs.get(name))}
-    within = tuple(f"{part}." for part in (*parts, "output"))
-    assert moved - {"output.bias"} == {name for name in theirs if name.startswith(within[:-1])}
-    count = sum(ours[name].numel() for name in ours if name.startswith(within))
+    changes = {name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs.get(name))}
+    prefixes = tuple(f"{part}." for part in (*parts, "output"))
+    assert changes - {"output.bias"} == {name for name in theirs if name.startswith(prefixes[:-1])}
+    count = sum(ours[name].numel() for name in ours if name.startswith(prefixes))
     assert f"trained: {count:,} parameters" in messages
     states = load_file(next((tmp_path / "run/training").glob("step-*")) / "optimizer.safetensors")
-    assert {name.rpartition(":")[0] for name in states} == {n for n in ours if n.startswith(within)}
+    assert {name.rpartition(":")[0] for name in states} == {n for n in ours if n.startswith(prefixes)}
 
 
-def test_adapters_are_merged_and_kept(bases: Path, tmp_path: Path) -> None:
-    order = tuned("lm", bases / "lm", tmp_path, lora=4, lr=0.02)
+def test_adapters_are_saved_and_merged_into_the_weights(bases: Path, tmp_path: Path) -> None:
+    order = fine_tuning("lm", bases / "lm", tmp_path, lora=4, lr=0.02)
     messages = messages_of(order, tmp_path / "run")
     base, adapted = Run.load(bases / "lm"), Run.load(bases / "lm")
     layers = add_adapters(adapted.model, 4, 8.0, ("attention", "cross", "feed_forward"))
@@ -120,11 +120,11 @@ def test_adapters_are_merged_and_kept(bases: Path, tmp_path: Path) -> None:
     assert torch.equal(ours["target_embedding.weight"], weights(bases / "lm")["target_embedding.weight"])
 
 
-def test_adapters_resume_bit_for_bit_even_if_the_base_is_gone(bases: Path, tmp_path: Path) -> None:
+def test_adapters_resume_bit_for_bit_without_the_base(bases: Path, tmp_path: Path) -> None:
     import shutil
 
     shutil.copytree(bases / "masked", tmp_path / "base")
-    order = tuned("classify", tmp_path / "base", tmp_path, lora=2, ema=0.9, average=2)
+    order = fine_tuning("classify", tmp_path / "base", tmp_path, lora=2, ema=0.9, average=2)
     order["train"] |= {"steps": 8, "validate_every": 3}
     recipe = load_recipe(order)
     fit(recipe, tmp_path / "uninterrupted", reporter=Reporter())
@@ -135,21 +135,21 @@ def test_adapters_resume_bit_for_bit_even_if_the_base_is_gone(bases: Path, tmp_p
     assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")
 
 
-def test_text_that_the_tokens_of_a_run_cannot_hold(tmp_path: Path) -> None:
+def test_base_tokenizers_that_do_not_fit_the_text_are_refused(tmp_path: Path) -> None:
     pairs = labelled_file(tmp_path / "pairs.tsv")
     order = tables("span", tmp_path, steps=2) | {"task": "pairs", "data": {"train": str(pairs)}}
     train(order, tmp_path / "two")
     with pytest.raises(UserError, match="this run has two"):
-        train(tuned("span", tmp_path / "two", tmp_path), tmp_path / "run")
+        train(fine_tuning("span", tmp_path / "two", tmp_path), tmp_path / "run")
     train(order | {"text": {"source_tokens": "space", "shared": True}}, tmp_path / "spaces")
     with pytest.raises(UserError, match="line ends would be lost"):
-        train(tuned("span", tmp_path / "spaces", tmp_path), tmp_path / "run")
+        train(fine_tuning("span", tmp_path / "spaces", tmp_path), tmp_path / "run")
 
 
-def test_a_vocabulary_grows_by_sentinel_tokens(bases: Path, tmp_path: Path) -> None:
+def test_sentinel_tokens_are_added_to_the_vocabulary(bases: Path, tmp_path: Path) -> None:
     train(tables("span", tmp_path, steps=2), tmp_path / "spans")
-    messages = messages_of(tuned("span", tmp_path / "spans", tmp_path), tmp_path / "more")
-    assert "new rows" not in messages  # it has such tokens already
+    messages = messages_of(fine_tuning("span", tmp_path / "spans", tmp_path), tmp_path / "more")
+    assert "new rows" not in messages  # the base has sentinel tokens already
     pairs = labelled_file(tmp_path / "pairs.tsv")
     order = tables("span", tmp_path, steps=2) | {
         "task": "pairs",
@@ -158,7 +158,7 @@ def test_a_vocabulary_grows_by_sentinel_tokens(bases: Path, tmp_path: Path) -> N
     }
     order |= {"preset": "t5-tiny"}
     train(order, tmp_path / "pairs")
-    messages = messages_of(tuned("span", tmp_path / "pairs", tmp_path), tmp_path / "run")
+    messages = messages_of(fine_tuning("span", tmp_path / "pairs", tmp_path), tmp_path / "run")
     assert "weights with new rows: source_embedding.weight" in messages
     theirs, ours = (weights(tmp_path / name)["source_embedding.weight"] for name in ("pairs", "run"))
     assert len(ours) == len(theirs) + 100
@@ -175,11 +175,11 @@ def test_a_vocabulary_grows_by_sentinel_tokens(bases: Path, tmp_path: Path) -> N
         ("lm", "none", {}, "no such run"),
     ],
 )
-def test_what_does_not_fit_is_reported(
+def test_incompatible_base_runs_are_refused(
     task: str, base: str, changes: dict[str, Any], message: str, bases: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        fit(load_recipe(tuned(task, bases / base, tmp_path) | changes), tmp_path / "run", reporter=Reporter())
+        fit(load_recipe(fine_tuning(task, bases / base, tmp_path) | changes), tmp_path / "run", reporter=Reporter())
     assert not (tmp_path / "run/config.json").exists()
 
 
@@ -191,29 +191,31 @@ def test_what_does_not_fit_is_reported(
         ({"lora": 2, "lora_on": ["atention"]}, "no layer is inside a part named atention"),
     ],
 )
-def test_parts_that_are_not_there(settings: dict[str, Any], message: str, bases: Path, tmp_path: Path) -> None:
+def test_unknown_parts_are_refused(settings: dict[str, Any], message: str, bases: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        fit(load_recipe(tuned("lm", bases / "lm", tmp_path, **settings)), tmp_path / "run", reporter=Reporter())
+        fit(load_recipe(fine_tuning("lm", bases / "lm", tmp_path, **settings)), tmp_path / "run", reporter=Reporter())
 
 
 @pytest.mark.parametrize("settings", [{"parts": ["decoder"]}, {"lora": 2}])
 def test_parts_and_adapters_need_a_run_to_start_from(settings: dict[str, Any], tmp_path: Path) -> None:
-    """What is not trained would stay random."""
+    """Untrained weights would stay random."""
     with pytest.raises(UserError, match=rf"train\.{next(iter(settings))}: .*--from RUN"):
         train(tables("lm", tmp_path, steps=2, **settings), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_that_no_layer_has(bases: Path, tmp_path: Path) -> None:
-    """It is reported before anything of that size is made."""
-    order = tuned("lm", bases / "lm", tmp_path, lora=100_000_000)
+def test_lora_rank_above_the_layer_size_is_refused(bases: Path, tmp_path: Path) -> None:
+    """The check runs before tensors of this rank are allocated."""
+    order = fine_tuning("lm", bases / "lm", tmp_path, lora=100_000_000)
     with pytest.raises(UserError, match=r"train\.lora: a rank of at most 32 fits decoder\.blocks\.0\.attention"):
         fit(load_recipe(order), tmp_path / "run", reporter=Reporter())
 
 
 @pytest.mark.parametrize("text", [{"source_tokens": "byte"}, {"target_tokens": "bpe:50"}, {"min_count": 3}])
-def test_tokens_are_those_of_the_run(text: dict[str, Any], bases: Path, tmp_path: Path) -> None:
-    order = tuned("lm", bases / "lm", tmp_path) | {"text": text}
+def test_tokenizer_settings_that_differ_from_the_base_are_refused(
+    text: dict[str, Any], bases: Path, tmp_path: Path
+) -> None:
+    order = fine_tuning("lm", bases / "lm", tmp_path) | {"text": text}
     key, value = next(iter(text.items()))
     with pytest.raises(
         UserError, match=rf"brings its own tokenizers; leave out the settings that differ\n  text\.{key}: {value} here"
@@ -224,11 +226,11 @@ def test_tokens_are_those_of_the_run(text: dict[str, Any], bases: Path, tmp_path
     assert "tokens: those of" in messages_of(order, tmp_path / "run")
 
 
-def test_embeddings_are_shared_by_one_vocabulary_not_by_two_of_a_size(tmp_path: Path) -> None:
+def test_embeddings_are_shared_only_with_a_shared_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "pairs.tsv").write_text("".join(f"{word}\t{word.upper()}\n" for word in ("ab", "ba", "aab", "bb") * 9))
     small = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
     order = {
-        "preset": "transformer-base",  # which shares
+        "preset": "transformer-base",  # this preset shares embeddings
         "model": {"encoder": small, "decoder": small},
         "text": {"source_tokens": "char", "target_tokens": "char"},
         "data": {"train": str(tmp_path / "pairs.tsv")},
@@ -240,7 +242,7 @@ def test_embeddings_are_shared_by_one_vocabulary_not_by_two_of_a_size(tmp_path: 
     train(order | {"text": {"shared": True}}, tmp_path / "one")
     assert Run.load(tmp_path / "one").config.share_embeddings
     with pytest.raises(UserError, match=r"share_embeddings needs one vocabulary for both sides.*text\.shared=true"):
-        train(order | {"model": order["model"] | {"share_embeddings": True}}, tmp_path / "asked")
+        train(order | {"model": order["model"] | {"share_embeddings": True}}, tmp_path / "explicit")
 
 
 SAVED = {
@@ -252,48 +254,49 @@ SAVED = {
 }
 
 
-def resumed(given: dict[str, object]) -> Recipe:
-    return resumed_recipe(load_recipe(given), load_recipe(SAVED), Path("run"))
+def resume_saved(tables: dict[str, object]) -> Recipe:
+    return resumed_recipe(load_recipe(tables), load_recipe(SAVED), Path("run"))
 
 
-def test_a_saved_recipe_reads_back_the_same(tmp_path: Path) -> None:
+def test_saved_recipe_loads_unchanged(tmp_path: Path) -> None:
     recipe = load_recipe(SAVED)
     save_recipe(recipe, tmp_path)
     assert saved_recipe(tmp_path) == recipe
 
 
-def test_what_is_not_given_or_left_to_choose_is_as_it_was() -> None:
-    assert resumed({}) == load_recipe(SAVED)
-    assert resumed({"preset": "auto", "text": {"source_tokens": "auto"}, "train": {"workers": 0}}) == load_recipe(SAVED)
-    assert resumed(SAVED) == load_recipe(SAVED)
+def test_missing_and_automatic_settings_keep_the_saved_values() -> None:
+    assert resume_saved({}) == load_recipe(SAVED)
+    automatic = {"preset": "auto", "text": {"source_tokens": "auto"}, "train": {"workers": 0}}
+    assert resume_saved(automatic) == load_recipe(SAVED)
+    assert resume_saved(SAVED) == load_recipe(SAVED)
 
 
 @pytest.mark.parametrize(
-    ("began", "asked", "launched", "now"), [(2, 0, 3, 3), (1, 0, 2, 2), (3, 2, 1, 2), (2, 0, 1, 2)]
+    ("saved_workers", "workers", "launched", "expected"), [(2, 0, 3, 3), (1, 0, 2, 2), (3, 2, 1, 2), (2, 0, 1, 2)]
 )
-def test_another_number_of_processes_may_go_on(
-    began: int, asked: int, launched: int, now: int, bases: Path, tmp_path: Path
+def test_run_resumes_with_another_number_of_processes(
+    saved_workers: int, workers: int, launched: int, expected: int, bases: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(bases / "lm", tmp_path / "run")
     saved = saved_recipe(tmp_path / "run")
-    save_recipe(saved.with_train(workers=began), tmp_path / "run")
+    save_recipe(saved.with_train(workers=saved_workers), tmp_path / "run")
     reporter = CollectingReporter()
-    settings = {"steps": 99, "workers": asked}
+    settings = {"steps": 99, "workers": workers}
     resume_run(load_recipe({"train": settings}), tmp_path / "run", torch.device("cpu"), reporter, launched)
     train = saved_recipe(tmp_path / "run").train
-    assert (train.steps, train.workers) == (99, now)
-    said = f"processes: {now}, {began} before; the examples of a step stay the same"
-    assert (said in reporter.text) == (now != began)
+    assert (train.steps, train.workers) == (99, expected)
+    message = f"processes: {expected}, {saved_workers} before; the examples of a step stay the same"
+    assert (message in reporter.text) == (expected != saved_workers)
 
 
-def test_a_given_budget_replaces_the_old_one() -> None:
-    train = resumed({"train": {"minutes": 3}}).train
+def test_new_budget_replaces_the_saved_budget() -> None:
+    train = resume_saved({"train": {"minutes": 3}}).train
     assert (train.minutes, train.steps, train.epochs, train.lr) == (3, None, None, 3e-4)
 
 
-def test_all_changed_keys_are_named() -> None:
+def test_error_names_all_changed_settings() -> None:
     with pytest.raises(UserError) as error:
-        resumed({"train": {"lr": 1e-3}, "model": {"encoder": {"layers": 2}}, "data": {"train": "other.tsv"}})
+        resume_saved({"train": {"lr": 1e-3}, "model": {"encoder": {"layers": 2}}, "data": {"train": "other.tsv"}})
     for text in (
         "train.lr: now 0.001, then 0.0003",
         "model.encoder.layers: now 2, then 1",
@@ -315,15 +318,13 @@ def listing(directory: Path) -> dict[str, bytes | None]:
     [
         ["config.json", "model.safetensors"],
         ["README.md"],
-        ["recipe.toml", "source.tokenizer.json"],  # without prepared data nothing says that training wrote them
+        ["recipe.toml", "source.tokenizer.json"],  # without prepared data, training may not have written them
         ["training/data/mine.tsv"],
         ["training/step-00000001/x", "training/weights-1.safetensors"],
         ["curve.svg", "alignment.json"],
     ],
 )
-def test_somebodys_files_are_not_overwritten(
-    files: list[str], resume: bool, recipe: MakeRecipe, tmp_path: Path
-) -> None:
+def test_existing_files_are_not_overwritten(files: list[str], resume: bool, recipe: MakeRecipe, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for name in files:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -335,7 +336,7 @@ def test_somebodys_files_are_not_overwritten(
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_converted_run_is_not_overwritten(resume: bool, bases: Path, recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_converted_run_is_not_overwritten(resume: bool, bases: Path, recipe: MakeRecipe, tmp_path: Path) -> None:
     Run.load(bases / "lm").save(tmp_path / "run")
     before = listing(tmp_path / "run")
     with pytest.raises(UserError, match=r"would overwrite; it is a run, but.*--from .*run --out NEW"):
@@ -343,7 +344,7 @@ def test_a_converted_run_is_not_overwritten(resume: bool, bases: Path, recipe: M
     assert listing(tmp_path / "run") == before
 
 
-def test_a_run_without_its_data_is_not_resumed(bases: Path, tmp_path: Path) -> None:
+def test_run_without_prepared_data_is_not_resumed(bases: Path, tmp_path: Path) -> None:
     shutil.copytree(bases / "lm", tmp_path / "run", ignore=lambda *_: ["training"])
     before = listing(tmp_path / "run")
     with pytest.raises(UserError, match=r"cannot be resumed.*training/data.*--from"):
@@ -351,7 +352,7 @@ def test_a_run_without_its_data_is_not_resumed(bases: Path, tmp_path: Path) -> N
     assert listing(tmp_path / "run") == before
 
 
-def test_files_that_training_does_not_write_may_be_there(recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_unrelated_files_are_kept(recipe: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "run/training").mkdir(parents=True)
     for name in ("notes.txt", "training/notes.txt"):
         (tmp_path / "run" / name).write_text("mine")
@@ -362,36 +363,34 @@ def test_files_that_training_does_not_write_may_be_there(recipe: MakeRecipe, tmp
 
 
 class Killed(BaseException):
-    """Nothing is tidied up after it."""
+    """Simulated kill: not an Exception, so that no error handler runs."""
 
 
-def test_stopped_while_it_is_set_up(
+def test_run_stopped_during_setup_starts_again_with_resume(
     bases: Path, recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same command says how to go on, and then goes on as if nothing had been there."""
+    """Without --resume the error explains how to continue; with it, the result is that of a new run."""
     order, run = recipe(steps=2), tmp_path / "run"
     fit(order, tmp_path / "whole", reporter=Reporter())
 
-    def kill(path: Path, value: object) -> None:
+    def kill(**fields: object) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("regard.training.directory.write_json", kill)  # config.json, the last of all
+        patch.setattr("regard.training.directory.RunConfig", kill)  # config.json is written last
         with pytest.raises(Killed):
             fit(order, run, reporter=Reporter())
     (run / "training/fresh.json").write_text('["of a base run"]')
     (run / "tokenizer.json").write_text("of a shared vocabulary")
     before = listing(run)
     assert "recipe.toml" in before and "config.json" not in before
-    with pytest.raises(
-        UserError, match=r"stopped here before its first step; begin it again by the same command with --resume"
-    ):
+    with pytest.raises(UserError, match=r"stopped here before its first step; repeat its command with --resume"):
         fit(order, run, reporter=Reporter())
     assert listing(run) == before
     fit(order, run, resume=True, reporter=Reporter())
     assert result(run) == result(tmp_path / "whole")
 
 
-def test_an_empty_name_is_no_directory(recipe: MakeRecipe) -> None:
+def test_empty_output_path_is_refused(recipe: MakeRecipe) -> None:
     with pytest.raises(UserError, match="--out: is empty"):
         fit(recipe(), "", reporter=Reporter())

@@ -149,7 +149,7 @@ def test_resume_after_a_signal_gives_the_result_of_an_uninterrupted_run(
 
 
 def test_memory_learns_dependencies_longer_than_a_segment(tmp_path: Path) -> None:
-    """A capital letter repeats the letter nine places before it; a segment of eight without memory does not reach it."""
+    """A capital letter repeats the letter nine places before it, which is outside a segment of eight."""
     draw = random.Random(4)
     (tmp_path / "lm.txt").write_text(
         "".join(f"{letter}12345678{letter.upper()}\n" for letter in draw.choices("abcd", k=4000))

@@ -1,4 +1,4 @@
-"""Gates on the heads of a trained model, learned by `learn_gates`."""
+"""Head gates of a trained model, learned by `learn_gates`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from regard.training.pruning import learn_gates
 PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 3], [7, 3])]
 
 
-def test_pressure_closes_the_gates_of_heads_that_are_not_needed() -> None:
-    """A head without output has nothing to keep its gate open; without a cost, no gate closes."""
-    transformer, name = tiny(), "encoder.blocks.0.attention"
+def test_cost_closes_the_gates_of_unused_heads() -> None:
+    """The gate of a head with zero output closes; with cost 0 its logit stays at the initial value."""
+    transformer = tiny()
+    name = "encoder.blocks.0.attention"
     batches = pair_batches(PAIRS, transformer.config)
     with torch.no_grad():
         transformer.get_parameter(f"{name}.out.weight")[:, :4] = 0.0
