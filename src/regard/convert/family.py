@@ -127,7 +127,6 @@ class Key:
 
     @classmethod
     def activation(cls, key: str, *paths: str, default: str) -> Key:
-        """The name of an activation."""
         return cls.of(key, *paths, read=lambda hf: hf.choice(key, ACTIVATIONS, default), write=activation_name)
 
     @classmethod

@@ -31,6 +31,10 @@ from regard.run import Run
 SHORT_TOKENS = 24  # maximum length of the samples in a padded batch
 LONG_TOKENS = 512  # maximum length of the long sample
 SINUSOIDS = ("sinusoid", "sinusoid_halves")
+TOLERANCE = 1e-5  # of any output, relative to the largest output
+MAX_TOLERANCE = 1e-3  # if rounding errors are larger
+NEW_TOKENS = 16  # of an output to compare
+UNPADDED = {"pixel_values", "decoder_input_ids"}  # inputs of models with unpadded outputs
 
 Samples = dict[str, Tensor]  # input name in transformers -> ids (N, S) or pixels (N, C, H, W)
 
@@ -142,12 +146,6 @@ def _size(name: str, module: nn.Module, config: Config) -> float:
     return 2.0 if last in ("up", "gate") else 1.0
 
 
-TOLERANCE = 1e-5  # of any output, relative to the largest output
-MAX_TOLERANCE = 1e-3  # if rounding errors are larger
-NEW_TOKENS = 16  # of an output to compare
-UNPADDED = {"pixel_values", "decoder_input_ids"}  # inputs of models with unpadded outputs
-
-
 @dataclass(frozen=True)
 class Proof:
     """The difference between the outputs of two models, relative to the largest output."""
@@ -174,8 +172,6 @@ class Proof:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The report of a conversion."""
-
     source: str
     architecture: str
     parameters: int

@@ -28,6 +28,30 @@ SAFE = "model.safetensors"
 PICKLED = "pytorch_model.bin"
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}  # of safetensors
+DEFAULT_LENGTH = 512  # tokens of an output, including start and end, of a run without a limit
+# Settings of transformers -> (option of `generate`, value without an effect).
+OPTIONS: dict[str, tuple[str, Any]] = {
+    "num_beams": ("--beam", 1),
+    "do_sample": ("--sample", False),
+    "temperature": ("--temperature", 1.0),
+    "top_k": ("--top-k", 50),
+    "top_p": ("--top-p", 1.0),
+    "min_p": ("--min-p", None),
+    "length_penalty": ("--length-penalty", 1.0),
+    "repetition_penalty": ("--repetition-penalty", 1.0),
+    "no_repeat_ngram_size": ("--no-repeat-ngram", 0),
+    "min_length": ("--min-length", 0),
+    "min_new_tokens": ("--min-length", None),
+}
+# Special tokens that a run has too.
+TOKEN_KEYS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
+# Settings that are read (here or with the special tokens), or without an effect on greedy outputs.
+READ = {
+    *TOKEN_KEYS,
+    *("suppress_tokens", "bad_words_ids", "max_length", "max_new_tokens"),
+    *("transformers_version", "_from_model_config", "early_stopping", "use_cache", "cache_implementation"),
+    *("renormalize_logits", "output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
+}
 
 
 def open_directory(path: Path, log: Callable[[str], None]) -> Json:
@@ -162,32 +186,6 @@ def _read_pickled(path: Path, checkpoint: Checkpoint, family: Family) -> None:
         raise UserError(f"{path}: must contain only a table of tensors")
     for inner, x in tensors.items():
         checkpoint.add(str(inner), list(x.shape), str(x.dtype).removeprefix("torch."), x.float, family)
-
-
-DEFAULT_LENGTH = 512  # tokens of an output, including start and end, of a run without a limit
-# Settings of transformers -> (option of `generate`, value without an effect).
-OPTIONS: dict[str, tuple[str, Any]] = {
-    "num_beams": ("--beam", 1),
-    "do_sample": ("--sample", False),
-    "temperature": ("--temperature", 1.0),
-    "top_k": ("--top-k", 50),
-    "top_p": ("--top-p", 1.0),
-    "min_p": ("--min-p", None),
-    "length_penalty": ("--length-penalty", 1.0),
-    "repetition_penalty": ("--repetition-penalty", 1.0),
-    "no_repeat_ngram_size": ("--no-repeat-ngram", 0),
-    "min_length": ("--min-length", 0),
-    "min_new_tokens": ("--min-length", None),
-}
-# Special tokens that a run has too.
-TOKEN_KEYS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
-# Settings that are read (here or with the special tokens), or without an effect on greedy outputs.
-READ = {
-    *TOKEN_KEYS,
-    *("suppress_tokens", "bad_words_ids", "max_length", "max_new_tokens"),
-    *("transformers_version", "_from_model_config", "early_stopping", "use_cache", "cache_implementation"),
-    *("renormalize_logits", "output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
-}
 
 
 def read_generation(directory: Path, hf: Fields, config: Config, log: Callable[[str], None]) -> Generation:

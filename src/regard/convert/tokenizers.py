@@ -42,6 +42,23 @@ ADDED = "added_tokens.json"
 TARGET = "target"  # directory of the target tokenizer, next to tokenizer.json
 TOKEN_FLAGS = ("add_bos_token", "add_eos_token")  # flags with names of tokens
 SENTENCEPIECE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
+# Numbers of kinds of pieces and of algorithms in SentencePiece models.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+UNIGRAM, BPE = 1, 2
+SPACE = "▁"
+TOKENIZER_FILES = ("*tokenizer*", "*vocab*", "*.spm", "*.model", "merges.txt")
+# The special tokens around a text, if no file defines them.
+FRAMES: dict[str, Frame] = {"bert": "both", "t5": "end", "marian": "end", "llama": "start"}
+# Usual names of special tokens; the settings of a tokenizer may define others.
+NAMES = {
+    "pad_token": ("<pad>", "[PAD]"),
+    "unk_token": ("<unk>", "[UNK]", "<|endoftext|>"),
+    "bos_token": ("<s>", "<|endoftext|>"),
+    "eos_token": ("</s>", "<|endoftext|>"),
+    "cls_token": ("[CLS]",),
+    "sep_token": ("[SEP]",),
+    "mask_token": ("[MASK]", "<mask>"),
+}
 
 
 class OpenedVocabulary(NamedTuple):
@@ -202,12 +219,6 @@ def _read_ids(path: Path) -> dict[str, int]:
     return ids
 
 
-# Numbers of kinds of pieces and of algorithms in SentencePiece models.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-UNIGRAM, BPE = 1, 2
-SPACE = "▁"
-
-
 class SentencePiece(NamedTuple):
     text: str
     score: float
@@ -351,21 +362,6 @@ def _library_model(model: SentencePieceModel, names: list[str]) -> Any:
         pairs = [(a, b) for a, b in cuts if a in scores and b in scores]
         merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
     return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
-
-
-TOKENIZER_FILES = ("*tokenizer*", "*vocab*", "*.spm", "*.model", "merges.txt")
-# The special tokens around a text, if no file defines them.
-FRAMES: dict[str, Frame] = {"bert": "both", "t5": "end", "marian": "end", "llama": "start"}
-# Usual names of special tokens; the settings of a tokenizer may define others.
-NAMES = {
-    "pad_token": ("<pad>", "[PAD]"),
-    "unk_token": ("<unk>", "[UNK]", "<|endoftext|>"),
-    "bos_token": ("<s>", "<|endoftext|>"),
-    "eos_token": ("</s>", "<|endoftext|>"),
-    "cls_token": ("[CLS]",),
-    "sep_token": ("[SEP]",),
-    "mask_token": ("[MASK]", "<mask>"),
-}
 
 
 def has_tokenizer(directory: Path) -> bool:
