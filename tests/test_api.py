@@ -15,6 +15,7 @@ import regard
 from kit.toy import SMALL, call, small, strict_json
 from regard.decode.encoder_only import classify
 from regard.decode.request import BatchSettings, OptionSettings, ScoringSettings
+from regard.evaluate.evaluator import EvaluationOptions, EvaluationSettings
 from regard.nn.cache import State
 from regard.recipe import Data, Recipe, Text, Train, assign
 
@@ -62,23 +63,28 @@ def test_unknown_option_and_missing_run_are_refused(toy):
         regard.load(toy / "nowhere")
 
 
-SETTINGS = {"generate": OptionSettings, "stream": OptionSettings, "evaluate": OptionSettings}
+SETTINGS = {"generate": OptionSettings, "stream": OptionSettings, "evaluate": EvaluationSettings}
 SETTINGS |= {"score": ScoringSettings, "classify": BatchSettings}
 
 
 @pytest.mark.parametrize(("method", "settings"), SETTINGS.items())
 def test_signatures_list_the_fields_of_options(method, settings):
     """The typed dicts, which editors read, and the signatures, which notebooks show, equal the fields of Options."""
-    hints, plain_hints = (get_type_hints(regard.Options, include_extras=extras) for extras in (True, False))
+    values = [EvaluationOptions, regard.Options] if settings is EvaluationSettings else [regard.Options]
+    fields = {name: field for value in values for name, field in value.model_fields.items()}
+    hints, plain_hints = (
+        {name: hint for value in values for name, hint in get_type_hints(value, include_extras=extras).items()}
+        for extras in (True, False)
+    )
     setting_hints = get_type_hints(settings, include_extras=True)
     assert setting_hints == {name: hints[name] for name in setting_hints}
-    if settings is OptionSettings:
-        assert setting_hints.keys() == regard.Options.model_fields.keys()
+    if settings in (OptionSettings, EvaluationSettings):
+        assert setting_hints.keys() == fields.keys()
     function = getattr(regard.LoadedRun, method)
     parameters = inspect.signature(function).parameters
-    assert {name for name in parameters if name in regard.Options.model_fields} == setting_hints.keys()
+    assert {name for name in parameters if name in fields} == setting_hints.keys()
     for name in setting_hints:
-        field = regard.Options.model_fields[name]
+        field = fields[name]
         assert (parameters[name].default, parameters[name].annotation) == (field.default, plain_hints[name])
         assert f"{name}: {field.description}" in function.__doc__
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -40,9 +40,15 @@ from regard.decode.request import (
 )
 from regard.device import choose_device
 from regard.errors import UserError, plural, shown_value
-from regard.evaluate.evaluator import Evaluation, EvaluationOptions, EvaluationRequest, evaluate_file, parse_columns
+from regard.evaluate.evaluator import (
+    Evaluation,
+    EvaluationOptions,
+    EvaluationRequest,
+    EvaluationSettings,
+    evaluate_file,
+    parse_columns,
+)
 from regard.inspect.trace import Trace, trace_image
-from regard.metrics import SAMPLES, BleuTokenizer
 from regard.notebook import Results
 from regard.presets import changed_recipe
 from regard.recipe import Column, Recipe, load_recipe
@@ -58,14 +64,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checked_call(value: type[BaseModel], *names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function whose `**settings` are fields of `value`: all fields, or those with `names`.
+def checked_call(*values: type[BaseModel], names: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function whose `**settings` are fields of `values`: all fields, or those with `names`.
 
     The fields replace `**settings` in the signature and are listed in the docstring, for completion and help. A call
     that does not match the signature raises a UserError.
     """
-    fields = {name: value.model_fields[name] for name in names or value.model_fields}
-    types = get_type_hints(value)
+    known_fields = {name: field for value in values for name, field in value.model_fields.items()}
+    fields = {name: known_fields[name] for name in names or known_fields}
+    types = {name: hint for value in values for name, hint in get_type_hints(value).items()}
     descriptions = "\n".join(f"{name}: {field.description}" for name, field in fields.items())
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -211,7 +218,7 @@ class LoadedRun(Run):
             raise UserError(f"stream: {pieces.problem}")
         return pieces
 
-    @checked_call(Options, *ScoringSettings.__annotations__)
+    @checked_call(Options, names=ScoringSettings.__annotations__)
     def score(
         self,
         pairs: Iterable[Pair],
@@ -229,7 +236,7 @@ class LoadedRun(Run):
         scored = Answerer(self._runs(ensemble), self._options(options, settings)).score(checked)
         return Results(scored, [f"{pair[0]} → {pair[1]}" for pair in checked])
 
-    @checked_call(Options, *BatchSettings.__annotations__)
+    @checked_call(Options, names=BatchSettings.__annotations__)
     def classify(
         self, inputs: Iterable[str | Example] | NDArray[Any], **settings: Unpack[BatchSettings]
     ) -> list[Classification]:
@@ -243,7 +250,7 @@ class LoadedRun(Run):
         texts = checked_list("classify", "texts", inputs, (str, Example), '["abc"]')
         return Results(answerer.classify(texts), [item if isinstance(item, str) else item.source for item in texts])
 
-    @checked_call(Options)
+    @checked_call(EvaluationOptions, Options)
     def evaluate(
         self,
         data: Any,
@@ -251,33 +258,20 @@ class LoadedRun(Run):
         columns: Sequence[Column] | None = None,
         reference: Sequence[Texts] | None = None,
         outputs: Texts | None = None,
-        metrics: Sequence[str] | None = None,
-        bleu_tokenize: BleuTokenizer | None = None,
-        lowercase: bool = False,
         ensemble: Sequence[Run] | None = None,
         against: Run | Texts | None = None,
-        bootstrap: int = SAMPLES,
-        confusions: int | None = None,
-        context: int | None = None,
-        memory: int | None = None,
-        engine: EngineName | None = None,
-        strict: bool = False,
         options: Options | None = None,
-        **settings: Unpack[OptionSettings],
+        **settings: Unpack[EvaluationSettings],
     ) -> Evaluation:
         """Scores on held-out data: a file, or data in memory, as for `train`.
 
         `reference` has further references, and `outputs` are evaluated instead of the run's own; each is a file with a
         text per line or a list with a text per example. `against` is another run, or outputs, to compare with.
-        `bootstrap` is the number of samples for the 95% intervals (0: none), `confusions` the number of confusions to
-        report. `context` and `memory` are the tokens of plain text that a model reads at a time and remembers.
         """
-        values = {
-            "metrics": metrics, "bleu_tokenize": bleu_tokenize, "lowercase": lowercase, "bootstrap": bootstrap,
-            "confusions": confusions, "context": context, "memory": memory, "engine": engine, "strict": strict,
-        }  # fmt: skip
-        values = {name: value for name, value in values.items() if value is not None}
-        evaluation_options = parse(EvaluationOptions, values, "evaluate")
+        values = {name: value for name, value in settings.items() if name in EvaluationOptions.model_fields}
+        decoding = {name: value for name, value in settings.items() if name not in values}
+        set_values = {name: value for name, value in values.items() if value is not None}
+        evaluation_options = parse(EvaluationOptions, set_values, "evaluate")
         texts: dict[str, list[str]] = {}
         several = [] if reference is None else reference
         items = checked_list("evaluate: reference", "files or lists of texts", several, (object,), '["test.ref"]')
@@ -291,7 +285,7 @@ class LoadedRun(Run):
         workers = 1 if engine == "torch" else None
         request = EvaluationRequest(
             options=evaluation_options,
-            chosen={*settings, *evaluation_options.chosen, *(name for name, value in lines.items() if value)},
+            chosen={*decoding, *evaluation_options.chosen, *(name for name, value in lines.items() if value)},
             runs=runs,
             outputs=output_file,
             against=other,
@@ -300,7 +294,7 @@ class LoadedRun(Run):
             open_engine=partial(open_engine, engine=engine, scores="none", workers=workers),
         )
         reads = request.check()
-        request = replace(request, decoding=self._options(options, settings, engine))
+        request = replace(request, decoding=self._options(options, decoding, engine))
         with TemporaryDirectory() as temporary:
             expected = named or self.codec.columns
             if isinstance(data, str | Path):

@@ -18,7 +18,6 @@ from regard.cli.options import (
     Ensemble,
     Json,
     PrefixColumn,
-    Strict,
     Target,
     Threads,
     Workers,
@@ -36,7 +35,6 @@ from regard.data.reader import STDIN, Source, shown
 from regard.data.tables import format_of
 from regard.errors import UserError, plural
 from regard.evaluate.evaluator import Evaluation, EvaluationOptions, EvaluationRequest, evaluate_file, parse_columns
-from regard.metrics import MetricSettings
 from regard.recipe import Column
 from regard.run import Run
 from regard.tasks import Reads
@@ -44,10 +42,11 @@ from regard.tasks import Reads
 EXAMPLE = "regard evaluate runs/g2p test.tsv --beam 5"
 # Options of decoding that show more than the one evaluated output.
 NOT_EVALUATED = ("nbest", "alternatives", "alternatives_at", "alignment", "top_tokens")
+SETTINGS = [name for name in EvaluationOptions.model_fields if name != "engine"]
 
 
 @with_options("options", *decoding_options(*NOT_EVALUATED))
-@with_options("settings", *field_options(MetricSettings, *MetricSettings.model_fields))
+@with_options("settings", *field_options(EvaluationOptions, *SETTINGS, flags={"metrics": "--metric"}))
 def command(
     *,
     options: dict[str, Any],
@@ -65,33 +64,14 @@ def command(
     outputs: Annotated[
         str | None, typer.Option(metavar="FILE", help="Evaluate these outputs, one per line, instead of a run.")
     ] = None,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="accuracy, wer, per, cer, bleu, chrf, chrf++, ter, perplexity; for plain text also bits_per_char, "
-            "loss, pseudo_perplexity. Repeatable. (default: by task)",
-        ),
-    ] = None,
     settings: dict[str, Any],
     against: Annotated[
         str | None,
         typer.Option(metavar="RUN|FILE", help="Compare with another run or outputs, with paired significance."),
     ] = None,
-    bootstrap: Annotated[int, typer.Option(min=0, help="Bootstrap samples for the 95% intervals; 0: none.")] = 1000,
-    confusions: Annotated[
-        int | None, typer.Option(min=0, help="Most frequent confusions to print. (default: 10; for sentences 0)")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens of plain text at a time. (default: as in training)")
-    ] = None,
-    memory: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of segment memory for plain text. (default: as in training)")
-    ] = None,
     ensemble: Ensemble = None,
     prefix_column: PrefixColumn = False,
     engine: EngineOption = None,
-    strict: Strict = False,
     json: Json = False,
     workers: Workers = None,
     threads: Threads = None,
@@ -111,10 +91,8 @@ def command(
     if outputs is None and run is None:
         raise UserError("RUN is missing: name a run directory, or a file of outputs with --outputs FILE")
     decoding, engine_name = parse_decoding(options, engine)
-    metrics = [name for each in metric or [] for name in each.split(",")]
-    reading = chosen_options(confusions=confusions, context=context, memory=memory, strict=strict)
-    values = {"metrics": metrics, "bootstrap": bootstrap, **settings, **reading}
-    evaluation_options = parse(EvaluationOptions, values, "options")
+    metrics = [name for each in settings.get("metrics", []) for name in each.split(",")]
+    evaluation_options = parse(EvaluationOptions, {**settings, "metrics": metrics}, "options")
     paths = [] if outputs is not None or run is None else [run, *(ensemble or [])]
     compared_run = against if against not in (None, STDIN) and not os.path.isfile(str(against)) else None
     if compared_run is not None and not os.path.isdir(compared_run):
@@ -127,7 +105,7 @@ def command(
     )  # fmt: skip
     request = EvaluationRequest(
         options=evaluation_options,
-        chosen={*options, *settings, *reading, *others},
+        chosen={*options, *evaluation_options.chosen, *others},
         runs=runs,
         outputs=outputs,
         against=other,

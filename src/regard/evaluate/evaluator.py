@@ -18,7 +18,7 @@ from regard.decode.encoder_only import classify, classify_images
 from regard.decode.engine import Engine, TorchEngine
 from regard.decode.forced import overlong, score, score_text, scoring_context
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.request import EngineName, Options, PhraseList, Request, Whole, check_supported
+from regard.decode.request import EngineName, Options, OptionSettings, PhraseList, Request, Whole, check_supported
 from regard.errors import UserError, plural
 from regard.evaluate.confusions import Confusion, Unit, count_confusions
 from regard.evaluate.test_data import ParallelData, ParallelFiles, UnknownParts
@@ -27,6 +27,7 @@ from regard.metrics import (
     FITTING,
     METRICS,
     SAMPLES,
+    BleuTokenizer,
     Content,
     Measurement,
     MetricSettings,
@@ -41,11 +42,18 @@ from regard.metrics import (
     measure_ratio,
 )
 from regard.notebook import table_of
-from regard.recipe import Column
+from regard.recipe import Column, option
 from regard.run import Run
 from regard.suggest import one_of
 from regard.tasks import TABLE, Reads
 from regard.text.codec import Example, UnknownTokens
+
+EMPTY_FLAGS = ("too_long", "unsatisfied", "out_of_memory", "error")  # reasons for an empty output
+DEFAULT_CONFUSIONS = 10
+OUTPUT_OPTIONS = (*TABLE, *MetricSettings.model_fields)  # for ready outputs without a run
+OpenEngine = Callable[[Sequence[Run], Options], Engine]  # several runs are an ensemble
+Skip = Callable[[int, str], object]  # takes the index of an unusable example and the reason
+_UNITS: Mapping[str, Unit] = {"labels": "label", "tokens": "token", "words": "character"}
 
 
 @dataclass(frozen=True)
@@ -160,13 +168,7 @@ def make_evaluation(examples: int, names: Sequence[str], results: Sequence[Any],
     return evaluation
 
 
-EMPTY_FLAGS = ("too_long", "unsatisfied", "out_of_memory", "error")  # reasons for an empty output
-OpenEngine = Callable[[Sequence[Run], Options], Engine]  # several runs are an ensemble
-Skip = Callable[[int, str], object]  # takes the index of an unusable example and the reason
-
-
 def check_metrics(names: Sequence[str], allowed: Sequence[str]) -> None:
-    """Refuse metrics that are not allowed."""
     for name in names:
         if name not in allowed:
             raise one_of("metric", name, allowed)
@@ -191,20 +193,39 @@ class System:
 
 
 class EvaluationOptions(MetricSettings):
-    """Options of an evaluation."""
-
-    metrics: PhraseList = ()  # default: the metrics that fit the task and the references
-    bootstrap: Whole = SAMPLES  # samples; 0: no intervals
-    confusions: Whole | None = None  # number; None: DEFAULT_CONFUSIONS, or none if the references are sentences
-    context: Whole | None = None  # of plain text: tokens read at a time
-    memory: Count | None = None  # of plain text: tokens of segment memory
-    engine: EngineName | None = None
-    strict: bool = False
+    metrics: PhraseList = option(
+        (),
+        f"{', '.join(METRICS)}; for plain text also bits_per_char, loss, pseudo_perplexity. Repeatable."
+        " (default: by task)",
+        metavar="NAME",
+    )
+    bootstrap: Whole = option(SAMPLES, "Bootstrap samples for the 95% intervals; 0: none.")
+    confusions: Whole | None = option(
+        None, f"Most frequent confusions to print. (default: {DEFAULT_CONFUSIONS}; for sentences 0)"
+    )
+    context: Whole | None = option(None, "Tokens of plain text at a time. (default: as in training)")
+    memory: Count | None = option(None, "Tokens of segment memory for plain text. (default: as in training)")
+    engine: EngineName | None = option(None, "torch (default), or ctranslate2, faster on CPUs.")
+    strict: bool = option(False, "Stop at the first bad line instead of skipping it.")
 
     @property
     def chosen(self) -> set[str]:
         """The names of the options that are set, except those of every task."""
         return {*self.model_dump(exclude_defaults=True)} - {"metrics", "bootstrap"}
+
+
+class EvaluationSettings(OptionSettings, total=False):
+    """The fields of EvaluationOptions and Options as keyword arguments, for editors and type checkers."""
+
+    metrics: PhraseList
+    bleu_tokenize: BleuTokenizer
+    lowercase: bool
+    bootstrap: Whole
+    confusions: Whole | None
+    context: Whole | None
+    memory: Count | None
+    engine: EngineName | None
+    strict: bool
 
 
 def evaluate(
@@ -267,9 +288,7 @@ def _outputs(
     best: list[Hypothesis] = []
     if set(names) - {"perplexity"}:
         with open_engine(system.runs, system.options) as engine:
-            for window in windows(
-                data.inputs, system.options.window
-            ):  # as in `regard generate`, hence the same outputs
+            for window in windows(data.inputs, system.options.window):  # as in `regard generate`: the same outputs
                 best += [hypotheses[0] for hypotheses in engine(window)]
     flags = {i: reason for i, h in enumerate(best) for name, reason in h.flags.items() if name in EMPTY_FLAGS}
     scored = list(score(system.runs, data.examples, system.options)) if "perplexity" in names else []
@@ -303,14 +322,9 @@ def evaluate_text(
     return make_evaluation(len(scores[0].nll), names, scores, samples)
 
 
-DEFAULT_CONFUSIONS = 10
-OUTPUT_OPTIONS = (*TABLE, *MetricSettings.model_fields)  # for ready outputs without a run
-_UNITS: Mapping[str, Unit] = {"labels": "label", "tokens": "token", "words": "character"}
-
-
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What to evaluate and to compare with; outputs and references are the names of files, or of `texts` in memory."""
+    """A request for an evaluation; outputs and references are the names of files, or of `texts` in memory."""
 
     options: EvaluationOptions
     decoding: Options = field(default_factory=Options)
@@ -335,7 +349,8 @@ class EvaluationRequest:
             if unused := ", ".join(map(option, sorted(self.chosen - set(OUTPUT_OPTIONS)))):
                 raise UserError(f"{unused}: no meaning for outputs that are ready, without a run")
             return "pairs"
-        run, task = runs[0], runs[0].task
+        run = runs[0]
+        task = run.task
         for other in runs[1:]:
             if other.task != task:
                 raise UserError(f"{option('against')}: {other.path} is {other.task.model}, {run.path} is {task.model}")
@@ -511,14 +526,15 @@ def _evaluate_text(job: _Job) -> Evaluation:
 
 
 def _unknown_in_text(run: Run, pieces: list[str], text: TokenizedText, evaluation: Evaluation) -> list[str]:
-    unknown, ends = UnknownTokens(), text.tokens.cumsum()
+    unknown = UnknownTokens()
+    ends = text.tokens.cumsum()
     unknown.add(run.codec.source, pieces, [row.tolist() for row in np.split(text.ids[1:], ends[:-1])])
     if not unknown:
         return []
     remark = f"{100 * unknown.total / int(ends[-1]):.3g} % of the text: {unknown.summary()}"
     if "bits_per_char" in run.task.evaluation:
         effect = "are too few" if "bits_per_char" in evaluation.metrics else "are left out"
-        remark += f"; bits per character {effect}, since an unknown token does not say which character it was"
+        remark += f"; bits per character {effect}, since the characters of an unknown token are not known"
     return [remark]
 
 
