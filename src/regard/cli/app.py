@@ -51,7 +51,7 @@ class LazyGroup(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in VERBS and not args[0].startswith("-"):
             hint = "; a verb comes first" if os.path.exists(args[0]) else closest(args[0], VERBS)
-            verbs = f"verbs: {', '.join(VERBS)}\n  regard --help tells more"
+            verbs = f"verbs: {', '.join(VERBS)}\n  more: regard --help"
             raise UserError(f"regard has no verb {args[0]!r}{hint}\n  {verbs}")
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and ctx.resilient_parsing:  # shell completion
@@ -145,7 +145,7 @@ def run() -> int:
             text = usage_message()
             if context is not None and (name := getattr(error, "option_name", "")) and hasattr(error, "possibilities"):
                 text = f"no such option: {name}{_probable_option(name, context.command)}"
-            return _fail(f"{text}\n  {path} --help tells more", 2)
+            return _fail(f"{text}\n  more: {path} --help", 2)
         if isinstance(error, OSError) and error.filename is None and error.errno in DISK_ERRORS:
             return _fail(f"cannot write the output: {error.strerror}", 2)
         if is_out_of_memory(error):

@@ -170,11 +170,13 @@ def _show_word(console: Console, word: str, hypotheses: list[Hypothesis], refere
     if reference not in (None, *(h.text for h in hypotheses)):
         table.add_row(Text("reference", style="dim"), Text(str(reference), style="dim"), "")
     console.print(table)
-    alignment, width = hypotheses[0].alignment, console.width - 3
+    alignment = hypotheses[0].alignment
+    width = console.width - 3
     if alignment is None or not alignment.soft.size:
         return
     source = ["∎" if piece == "<eos>" else piece for piece in alignment.source]
-    target, weights = hypotheses[0].tokens[: len(alignment.soft)], alignment.soft.tolist()
+    target = hypotheses[0].tokens[: len(alignment.soft)]
+    weights = alignment.soft.tolist()
     if console.is_terminal:
         console.print(Padding(draw_in_colour(source, target, weights, width), (0, 0, 0, 3)))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from dataclasses import replace
 from typing import Annotated, Any
@@ -28,6 +27,8 @@ from regard.cli.options import (
     with_options,
 )
 from regard.cli.output import flush, message, out as write, out_json
+from regard.cli.sharded import check_output, write_shards
+from regard.data.images import read_images
 from regard.decode.hypothesis import empty_hypothesis
 from regard.decode.request import check_engine, check_streaming, check_supported
 from regard.errors import UserError
@@ -76,11 +77,7 @@ def command(
     """
     paths = (run, *(ensemble or ()))
     request = GenerateJob(paths, file, options, engine, workers, threads, device, jsonl, json, prefix_column)
-    job = replace(request, workers=1) if stream else request  # the work of this process
-    if out is not None or ray is not None or "WORLD_SIZE" in os.environ:
-        from regard.cli.sharded import check_output  # few commands write shards
-
-        job = check_output(job, out, ray, stream)
+    job = check_output(replace(request, workers=1) if stream else request, out, ray, stream)  # the work of this process
     parsed, engine_name = parse_decoding(options, engine)
     runs = open_runs(paths, job.device, threads)
     task = runs[0].task
@@ -105,8 +102,6 @@ def command(
         if stream:
             _stream(answerer, lines)
         elif out is not None:
-            from regard.cli.sharded import write_shards
-
             write_shards(request, answerer, lines, out, ray)
         else:
             for batch in lines.batches(answerer.options.window):
@@ -117,7 +112,7 @@ def command(
 
 
 def _stream(answerer: LineAnswerer, lines: InputLines) -> None:
-    """Decode one line after the other, and print every token at once."""
+    """Decode one line after the other, and print every token as soon as it is decoded."""
     for line in (line for batch in lines.batches(answerer.options.window) for line in batch):
         if line.error:
             for text in answerer.shown(line, [empty_hypothesis({"error": line.error})]):
@@ -142,8 +137,6 @@ def _stream(answerer: LineAnswerer, lines: InputLines) -> None:
 
 
 def _print_image_labels(run: Run, file: str, json: bool) -> None:
-    from regard.data.images import read_images  # only for images
-
     announce_stdin(file, IMAGES)
     for label in Answerer([run]).classify(read_images(file, labelled=False).images_NCHW):
         if json:

@@ -193,7 +193,9 @@ def _costs(config: Config, info: Info, rate: float, tokens: int | None) -> list[
 
 def _scaling_costs(scaling: Scaling, info: Info) -> list[tuple[str, str, str]]:
     """(name, amount, remark) of memory, communication and time of each process."""
-    train, memory, sizes = scaling.train, scaling.memory, scaling.communication
+    train = scaling.train
+    memory = scaling.memory
+    sizes = scaling.communication
     names = {
         "weights": "weights", "gradients": "gradients", "moments": "Adam", "average": "moving average",
         "gathered": "gathered weights", "unreduced": "unreduced gradients",
@@ -215,10 +217,10 @@ def _scaling_costs(scaling: Scaling, info: Info) -> list[tuple[str, str, str]]:
     if (hardware := scaling.hardware) is None:
         return rows
     speed = f"{si(hardware.flops)}FLOP/s and {si(hardware.bandwidth, 'B')}/s"
-    alone = f"{scaling.compute_seconds:.3g} s computing"
-    apart = f"without overlap {scaling.seconds(overlap=False):.3g} s"
+    computing = f"{scaling.compute_seconds:.3g} s computing"
+    without_overlap = f"without overlap {scaling.seconds(overlap=False):.3g} s"
     return [
         *rows,
-        ("time per step", f"{scaling.seconds():.3g} s", f"{alone}; {apart}; at {speed}"),
+        ("time per step", f"{scaling.seconds():.3g} s", f"{computing}; {without_overlap}; at {speed}"),
         ("efficiency", f"{scaling.efficiency():.1%}", f"without overlap {scaling.efficiency(overlap=False):.1%}"),
     ]

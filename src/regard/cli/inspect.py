@@ -113,8 +113,7 @@ def command(
 def _trace_image(run: Run, path: str, index: int, label: str | None) -> Trace:
     images = read_images(path, labelled=False)
     if index >= len(images.images_NCHW):
-        count = plural(len(images.images_NCHW), "image")
-        raise UserError(f"--index {index}: {path} has {count}, the first being 0")
+        raise UserError(f"--index {index}: {path} has {plural(len(images.images_NCHW), 'image')}, the first being 0")
     if label is None and images.labels and images.labels[index] in run.labels:
         label = images.labels[index]
     traced = trace_image(run, images.images_NCHW[index], label, f"{Path(path).name}, {index}")

@@ -45,7 +45,7 @@ from regard.text.codec import MAX_DISTINCT, Codec, Example, UnknownTokens
 
 IMAGES = "images (.npz)"
 ESCAPES = str.maketrans({"\\": r"\\", "\t": r"\t", "\n": r"\n", "\r": r"\r"})  # of a token in plain output
-# The content of a column of a table, in words.
+# Descriptions of the columns of a table.
 COLUMN_WORDS = {
     "source": "a source", "features": "features", "target": "a target", "text": "a text", "prefix": "a prefix",
 }  # fmt: skip
@@ -53,7 +53,7 @@ LABELLED_WORDS = COLUMN_WORDS | {"source": "a text", "target": "a label"}
 
 
 def announce_stdin(path: str, content: str) -> None:
-    """Tell a user at a terminal that standard input is read, and the expected content."""
+    """Inform a user at a terminal that standard input is read, with the expected content."""
     if path == STDIN and sys.stdin is not None and sys.stdin.isatty():
         message(f"reading standard input: {content}; Ctrl-D ends it (or name a file after the run)")
 
@@ -115,7 +115,7 @@ class InputLines:
         return [self._read(line) for line in lines]
 
     def note_flags(self, line: InputLine, flags: Mapping[str, str]) -> None:
-        """Count a line whose output is empty or degenerate, as its flags say."""
+        """Count a line whose output is empty or degenerate according to its flags."""
         for name, reason in (("too_long", TOO_LONG), ("unsatisfied", UNMET), ("out_of_memory", NO_MEMORY)):
             if name in flags:
                 self.counter.skip(reason, self._location(line), flags[name], tell=True)
@@ -348,7 +348,8 @@ def add_counts(lines: InputLines, counts: Counts) -> None:
     lines.counter.add(counts)
     lines.targets_ignored += counts["targets_ignored"]
     lines.degenerate += counts["degenerate"]
-    unknown, more = lines.unknown, counts["unknown"]
+    unknown = lines.unknown
+    more = counts["unknown"]
     unknown.total += more["total"]
     unknown.texts += more["texts"]
     for token, count in more["counts"].items():

@@ -71,7 +71,6 @@ EngineOption = Annotated[
 
 
 def option_name(name: str) -> str:
-    """A parameter's name as an option of a command line."""
     return "--" + name.replace("_", "-")
 
 
@@ -92,7 +91,7 @@ class FieldOption:
 def field_options(
     value: type[BaseModel], *names: str, panel: str | None = None, table: str = "", flags: Mapping[str, str] = {}
 ) -> list[FieldOption]:
-    """Options for fields of a config value; one that was left out is None: defaults and checks are those of the value.
+    """Options for fields of a config value, which has the defaults and checks; an option that was left out is None.
 
     A list of texts is a repeatable option, since texts may contain commas; other lists are separated by commas.
     """
@@ -103,7 +102,8 @@ def field_options(
         texts = kind == tuple[str, ...]
         split = get_origin(kind) is tuple and not texts
         extra: Any = field.json_schema_extra or {}
-        text, default = field.description or "", field.default
+        text = field.description or ""
+        default = field.default
         if "(default:" not in text and not isinstance(default, bool) and default not in (None, "", ()):
             text = f"{text} (default: {','.join(default) if isinstance(default, tuple) else default})"
         flag = flags.get(name, option_name(name))
@@ -117,7 +117,8 @@ def field_options(
 
 def _plain_type(annotation: Any) -> Any:
     """A field's type without bounds, None and choices, which the config value checks."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         return _plain_type(arguments[0])
     if origin in (Union, UnionType):

@@ -22,13 +22,11 @@ def message(text: str) -> None:
 
 
 def out(line: str, end: str = "\n") -> None:
-    """Write a line of data."""
     with _report_errors():
         sys.stdout.write(line + end)
 
 
 def out_json(value: dict[str, Any]) -> None:
-    """Write a line of JSON."""
     out(json_line(value))
 
 

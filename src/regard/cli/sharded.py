@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -22,6 +21,7 @@ from regard.decode.request import check_engine
 from regard.decode.sharded_output import Answer, ShardDirectory, answer_on_ray
 from regard.errors import UserError, plural
 from regard.files import measure_file, read_manifest
+from regard.parallel.ranks import has_launcher, join_group, process_device, restart_problem
 from regard.run import READ
 
 Begin = Callable[[], AbstractContextManager[ShardDirectory]]
@@ -32,7 +32,7 @@ def check_output(job: GenerateJob, out: str | None, ray: str | None, stream: boo
     if out is None:
         if ray is not None:
             raise UserError("--ray: needs --out FILE, the file that the machines write")
-        if _has_launcher():
+        if has_launcher():
             raise UserError("--out: is required with several processes (WORLD_SIZE); otherwise each prints all outputs")
         return job
     if stream:
@@ -40,40 +40,31 @@ def check_output(job: GenerateJob, out: str | None, ray: str | None, stream: boo
     options, engine = parse_decoding(job.options, job.engine)
     check_engine(engine, options, shards=True, show=option_name)
     if ray is not None:
-        if _has_launcher():
+        if has_launcher():
             raise UserError("--ray: Ray starts processes itself; leave out torchrun (WORLD_SIZE)")
         return replace(job, device="cpu", workers=1)  # mistakes are reported here, before actors start
-    if _has_launcher():
-        from regard.parallel.ranks import process_device
-
+    if has_launcher():
         return replace(job, device=str(process_device(job.device)), workers=job.workers or 1)
     return job
 
 
-def _has_launcher() -> bool:
-    if "WORLD_SIZE" not in os.environ:
-        return False
-    from regard.parallel.ranks import has_launcher  # few commands run under torchrun
-
-    return has_launcher()
-
-
-def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, out: str, ray: str | None) -> None:
+def write_shards(request: GenerateJob, answerer: LineAnswerer, lines: InputLines, out: str, ray: str | None) -> None:
     """Write the missing shards of a job's output, and add the counts of all lines to `lines`."""
     path = Path(out).resolve()
-    begin = partial(ShardDirectory.begin, path, asked.file, answerer.options.window, _identity(asked))
+    begin = partial(ShardDirectory.begin, path, request.file, answerer.options.window, _identity(request))
     with ExitStack() as stack:
-        if _has_launcher():
+        if has_launcher():
             directory, rank, ranks = _begin_together(stack, begin, path)
         else:
             directory, rank, ranks = stack.enter_context(begin()), 0, 1
-        missing, count = directory.missing(), len(directory.shards)
+        missing = directory.missing()
+        count = len(directory.shards)
         if rank == 0 and len(missing) < count:
             message(f"{out}: {count - len(missing):,} of {plural(count, 'shard')} are done; continuing with the others")
         if ray is not None:  # every machine has the run and the files at the same paths
-            job = replace(asked, runs=tuple(str(Path(run).resolve()) for run in asked.runs), workers=1)
-            gpus = int(asked.device.startswith("cuda"))
-            answer_on_ray(directory, partial(_open_answer, job), ray, asked.workers, asked.threads or 1, gpus)
+            job = replace(request, runs=tuple(str(Path(run).resolve()) for run in request.runs), workers=1)
+            gpus = int(request.device.startswith("cuda"))
+            answer_on_ray(directory, partial(_open_answer, job), ray, request.workers, request.threads or 1, gpus)
         else:
             directory.work(answerer.shard, rank, ranks)
         if rank == 0:
@@ -83,9 +74,8 @@ def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, 
 
 def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDirectory, int, int]:
     """The first rank makes the directory of shards, the others open it; an error is reported once."""
-    from regard.parallel.ranks import join_group, restart_problem
-
-    directory, error = None, None
+    directory = None
+    error = None
     with join_group(torch.device("cpu")) as group:  # no tensors are sent
         if group.first:
             if warning := restart_problem():
@@ -111,20 +101,20 @@ def _open_answer(job: GenerateJob) -> Answer:
     return LineAnswerer(job, runs, *parse_decoding(job.options, job.engine)).shard
 
 
-def _identity(asked: GenerateJob) -> dict[str, Any]:
+def _identity(request: GenerateJob) -> dict[str, Any]:
     """Everything that the output depends on, except the input."""
-    options, engine = parse_decoding(asked.options, asked.engine)
+    options, engine = parse_decoding(request.options, request.engine)
     return {
         "regard": __version__,
-        "runs": [_digest(Path(run)) for run in asked.runs],
+        "runs": [_digest(Path(run)) for run in request.runs],
         "options": options.model_dump(mode="json"),
         "engine": engine,
-        "precision": asked.options.get("precision", "fp32"),
-        "device": asked.device.partition(":")[0],
-        "file": asked.file,
-        "jsonl": asked.jsonl,
-        "json": asked.json,
-        "prefix_column": asked.prefix_column,
+        "precision": request.options.get("precision", "fp32"),
+        "device": request.device.partition(":")[0],
+        "file": request.file,
+        "jsonl": request.jsonl,
+        "json": request.json,
+        "prefix_column": request.prefix_column,
     }
 
 

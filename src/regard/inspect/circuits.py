@@ -29,7 +29,7 @@ from regard.run import Run
 MAX_PAIRS = 25_000_000  # entries of a token-by-token matrix computed at once
 CONTEXT = 12  # tokens shown before a trigger
 PROMOTED = 5  # promoted tokens shown per neuron
-A_RUN = "circuits: takes a run, such as regard.load('runs/lm')"
+RUN_REQUIRED = "circuits: takes a run, such as regard.load('runs/lm')"  # start of an error
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
     for layer, numbers in enumerate(head_numbers):
         heads_LH[layer, numbers] = layers[2 * layer]
     name = run.codec.target_pieces([index])[0]
-    feed_forward_L = torch.cat(layers[1::2])
-    return Attribution(name, float(logits_V[index]), heads_LH, feed_forward_L, float(embedding), float(bias))
+    return Attribution(name, float(logits_V[index]), heads_LH, torch.cat(layers[1::2]), float(embedding), float(bias))
 
 
 def _add_parts(x_PD: Tensor, more_PD: Tensor, bias_D: Tensor | None, residual: Residual) -> Tensor:
@@ -230,7 +229,7 @@ def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor, tupl
 
 def _plain_decoder(run: Run) -> tuple[Model, Transformer]:
     """The model of a run and its decoder; refuses models whose logits are no sum of contributions."""
-    require_type(run, Run, A_RUN)
+    require_type(run, Run, RUN_REQUIRED)
     decoder = run.model.decoder
     if not (run.model.decoder_only and isinstance(decoder, Transformer) and has_plain_blocks(decoder)):
         raise UserError("circuits exist for language models (only a decoder) with plain attention and layers")
@@ -258,7 +257,7 @@ class Neuron:
 @torch.no_grad()
 def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int = 5) -> list[Neuron]:
     """The neurons of a layer (from 0) whose highest activation in a text exceeds their mean the most."""
-    require_type(run, Run, A_RUN)
+    require_type(run, Run, RUN_REQUIRED)
     model = run.model
     decoder = model.decoder
     if not (model.decoder_only and isinstance(decoder, Transformer)):

@@ -25,6 +25,12 @@ from regard.suggest import one_of
 from regard.text.codec import Direction, Example, direction
 
 CLASS_TOKEN = "<cls>"  # display name of the class token of an image
+BATCH_TOKENS = 4096
+BATCH_IMAGES = 64
+WINDOW = 128  # tokens of a text in one row
+MASK_EVERY = 7  # tokens of a masked language model
+TaskData = Sequence[Example] | str | LabelledImages  # pairs or labelled texts, plain text, labelled images
+Pair = tuple[TokenIds, TokenIds]
 
 NOTE_TEXTS = {  # of notes that the script of the page also writes
     "shortened": "The {side} has {count} tokens; only the first {limit} were traced and are shown.",
@@ -83,8 +89,7 @@ def _pair_input(run: Run, example: Example, target: Sequence[int], limit: int) -
     notes = [*_truncation_note("source", source, limit), *_truncation_note("output", output, limit)]
     labels = output[:limit]
     rows = {"source": source[:limit], "input": [run.config.start_id, *labels[:-1]], "output": labels}
-    output_text = run.codec.decode_target(labels)
-    texts = {"source": example.source, "features": example.features or None, "output": output_text}
+    texts = {"source": example.source, "features": example.features or None, "output": run.codec.decode_target(labels)}
     return _token_input(run, rows, texts, labels, notes)
 
 
@@ -195,15 +200,6 @@ def _truncation_note(side: str, ids: Sequence[int], limit: int) -> list[Note]:
     if len(ids) <= limit:
         return []
     return [Note("shortened", NOTE_TEXTS["shortened"].format(side=side, count=f"{len(ids):,}", limit=limit))]
-
-
-BATCH_TOKENS = 4096
-BATCH_IMAGES = 64
-WINDOW = 128  # tokens of a text in one row
-MASK_EVERY = 7  # tokens of a masked language model
-
-TaskData = Sequence[Example] | str | LabelledImages  # pairs or labelled texts, plain text, labelled images
-Pair = tuple[TokenIds, TokenIds]
 
 
 def read_task_data(run: Run, source: Source, counter: LineCounter, limit: int | None = None) -> TaskData:

@@ -96,8 +96,7 @@ def logit_lens(model: Model, vectors: Mapping[str, Tensor], names: OutputNames) 
         if model.classifies:
             x_TD = model.pool(x_TD.unsqueeze(0))
         logits_TV = model.predict(x_TD).float()
-        steps = tuple(top_predictions(logits_V, LENS_CANDIDATES, names) for logits_V in logits_TV)
-        layers.append(LensLayer(label, steps))
+        layers.append(LensLayer(label, tuple(top_predictions(x_V, LENS_CANDIDATES, names) for x_V in logits_TV)))
     return tuple(layers)
 
 

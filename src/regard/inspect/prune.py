@@ -28,6 +28,7 @@ HeadKey = tuple[str, int]  # the name of an attention, and the index of a head i
 HeadGroups = Mapping[str, Sequence[int]]  # indices of heads by the name of their attention
 Criterion = Literal["gradient", "ablation", "gates"]  # gates are learned in training, not measured
 NO_HEADS: HeadGroups = MappingProxyType({})
+PRUNED_FILES = ("config.json", WEIGHTS)  # files of a run that pruning changes
 
 
 def gradient_importance(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> dict[HeadKey, float]:
@@ -139,7 +140,6 @@ class PruneAmount:
 
 
 def count_heads(model: Model) -> int:
-    """The number of heads of a model."""
     return sum(attention.heads for attention in model.attentions().values())
 
 
@@ -235,9 +235,6 @@ def _pruned_parameters(attention: Attention, heads: list[int]) -> Iterator[tuple
         yield name, x
 
 
-FILES = ("config.json", WEIGHTS)  # of a run that pruning changes
-
-
 def gate_heads(model: Model) -> None:
     """Add gates to all heads; refuse models whose heads cannot be pruned."""
     layers = model.attentions().values()
@@ -260,7 +257,7 @@ def prune_closed_gates(path: Path, backup: Path) -> str:
     count = sum(map(len, removed.values()))
     if count:
         backup.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
+        for name in PRUNED_FILES:
             _copy(path / name, backup / name)
         small = prune_heads(run.model, removed)
         replace(run, config=small.config, model=small).save(path)
@@ -269,9 +266,9 @@ def prune_closed_gates(path: Path, backup: Path) -> str:
 
 def restore_unpruned(path: Path, backup: Path) -> None:
     """Undo `prune_closed_gates`, so that training continues with all heads."""
-    if all((backup / name).is_file() for name in FILES):
-        with rewriting(path, *FILES):
-            for name in FILES:
+    if all((backup / name).is_file() for name in PRUNED_FILES):
+        with rewriting(path, *PRUNED_FILES):
+            for name in PRUNED_FILES:
                 _copy(backup / name, path / name)
     shutil.rmtree(backup, ignore_errors=True)
 

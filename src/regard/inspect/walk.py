@@ -26,6 +26,15 @@ SHOWN_NUMBERS = 8  # of each vector
 WALK_TOKENS = 40  # tokens with a stored walk
 HEATMAP_COLUMNS = 256
 ACTIVE_NEURON = 1e-6  # absolute value above which a neuron counts as active
+FORMULAS = {  # of attention scores, by score function
+    "scaled_dot": "q_t · k_s",
+    "dot": "q_t · k_s",
+    "general": "q_t · W k_s",
+    "cosine": "τ (q_t · k_s) / (|q_t| |k_s|)",
+    "additive": "v · tanh(W q_t + U k_s + b)",
+    "concat": "v · tanh(W [q_t ; k_s])",
+    "location": "(W q_t)_s",
+}
 
 
 @dataclass(frozen=True)
@@ -205,17 +214,6 @@ def position_heatmap(name: str, stack: Transformer, length: int) -> PositionHeat
         caption = f"Added to the scores of the {name}, by head and by the offset of the key from the query."
         return PositionHeatmap(name, caption, "head", "offset", bias_BHTS[0, :, 0].cpu().numpy(), -length)
     return None
-
-
-FORMULAS = {
-    "scaled_dot": "q_t · k_s",
-    "dot": "q_t · k_s",
-    "general": "q_t · W k_s",
-    "cosine": "τ (q_t · k_s) / (|q_t| |k_s|)",
-    "additive": "v · tanh(W q_t + U k_s + b)",
-    "concat": "v · tanh(W [q_t ; k_s])",
-    "location": "(W q_t)_s",
-}
 
 
 def make_walks(model: Model, calls: ForwardCalls, ids: dict[str, list[int]]) -> tuple[Walk, ...]:
