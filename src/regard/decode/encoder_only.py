@@ -30,6 +30,8 @@ from regard.text.codec import Example
 BATCH_TOKENS = 8192
 MAX_SOURCE = 2048  # tokens of a text
 BATCH_IMAGES = 256
+CANDIDATES = 5  # per mask, the default of `top_tokens`
+MAX_LOGITS = 1 << 22  # numbers in memory at once
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,6 @@ def _classify(run: Run, source: Tensor, keep_BS: Tensor | None) -> list[Classifi
         Classification(labels[order[0]], {labels[i]: p for i, p in zip(order, probabilities, strict=True)})
         for order, probabilities in zip(order_BC.tolist(), probabilities_BC.tolist(), strict=True)
     ]
-
-
-CANDIDATES = 5  # per mask, the default of `top_tokens`
-MAX_LOGITS = 1 << 22  # numbers in memory at once
 
 
 @dataclass(frozen=True)

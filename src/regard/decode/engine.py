@@ -319,8 +319,7 @@ class TokenStream(Iterator[Piece]):
         self._item = item
         self._codec = engine.runs[0].codec
         self._sent = ""
-        beam = item.stages > 0 and not engine.options.samples
-        self._pieces = self._decode_first() if item.flags or beam else self._decode()
+        self._pieces = self._decode()
 
     @property
     def problem(self) -> str:
@@ -341,14 +340,13 @@ class TokenStream(Iterator[Piece]):
         """Stop decoding; no more pieces follow."""
         self._pieces.close()
 
-    def _decode_first(self) -> Generator[Piece, None, None]:
-        """The pieces of an output that is decoded completely before the first piece."""
-        self.hypothesis = self._engine.decode([self._item])[0][0]
-        yield from self._pieces_until_end(0)
-
     def _decode(self) -> Generator[Piece, None, None]:
         engine = self._engine
         item = self._item
+        if item.flags or (item.stages > 0 and not engine.options.samples):  # no search, or a beam search
+            self.hypothesis = engine.decode([item])[0][0]
+            yield from self._pieces_until_end(0)
+            return
         scorer = engine.scorer
         rules = make_rules(scorer, [item], engine.options, one_path=True)
         choose = Sampler([item], 1, engine.options, scorer.device) if engine.options.samples else greedy

@@ -63,8 +63,7 @@ class Scorer:
     def _read(self, model: Model, sources: Sequence[TokenIds]) -> State:
         pad_id = model.config.ids.pad
         if not self.continues:
-            parts = similar_lengths(sources)
-            return State.join([model.encode(*pad(part, pad_id, self.device)) for part in parts])
+            return State.join([model.encode(*pad(part, pad_id, self.device)) for part in similar_lengths(sources)])
         # The first step feeds the last token of a prompt. Padding comes before the prompt.
         source_BS, keep_BS = pad([source[-2::-1] for source in sources], pad_id, self.device)
         source_BS, keep_BS = source_BS.flip(1), None if keep_BS is None else keep_BS.flip(1)

@@ -35,6 +35,7 @@ from regard.text.codec import Example
 
 Pair = tuple[str, str] | Example
 Numbers = NDArray[np.float64]
+Part = tuple[NDArray[np.integer[Any]], Numbers, Numbers]  # indices of tokens, with nll and correct of each
 MAX_LOGITS = 1 << 22  # in memory at once
 TEXT_BATCH = 4096  # tokens of plain text in a batch
 DEFAULT_CONTEXT = 1024  # for a model that has no position table and was not trained on plain text
@@ -208,9 +209,6 @@ class TokenScores(NamedTuple):
     nll: Numbers
     correct: Numbers
     predicted: Numbers
-
-
-Part = tuple[NDArray[np.integer[Any]], Numbers, Numbers]  # indices of tokens, with nll and correct of each
 
 
 @torch.inference_mode()

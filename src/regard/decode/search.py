@@ -18,6 +18,9 @@ from regard.decode.ensemble import Scorer, States
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.request import Options
 
+Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, original row numbers -> tokens (N,)
+MIN_TEMPERATURE = 1e-30  # lower ones underflow to zero in single precision
+
 
 def best(value_NV: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
     """The `count` highest values of each row, in order, and their indices.
@@ -306,10 +309,6 @@ class BeamSearch:
         return [list(outputs.values()) for outputs in results]
 
 
-Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, original row numbers -> tokens (N,)
-MIN_TEMPERATURE = 1e-30  # lower ones underflow to zero in single precision
-
-
 class Step(NamedTuple):
     """The tokens chosen at one step; may still include rows that have ended."""
 
@@ -391,8 +390,7 @@ class Sampler:
 
     def __init__(self, inputs: Sequence[SearchInput], count: int, options: Options, device: torch.device) -> None:
         self.options = options
-        longest = max(item.limit for item in inputs) + 1
-        noise = np.zeros((len(inputs) * count, longest))
+        noise = np.zeros((len(inputs) * count, max(item.limit for item in inputs) + 1))
         for row in range(len(noise)):
             item = inputs[row // count]
             seed = options.seed if item.seed is None else item.seed
