@@ -19,18 +19,17 @@ import {
   importanceOf,
   look,
   newSide,
-  searches,
   silenceKey,
   storedImportance,
   STRATEGIES,
 } from "./session.js";
 import { refresh, shell, state, tellChanged } from "./tabs.js";
 
-// milliseconds: a slower search waits until typing pauses; time limit of a draft
+// milliseconds: longest search that does not wait for a pause in typing; longest draft
 const QUICK = 70,
   DRAFTED = 150;
 const PAUSE = 120,
-  REST = 500; // milliseconds without a key until the full search starts; until typing has ended
+  REST = 500; // milliseconds after the last key: start of the full search; end of typing
 const FORGET = 0.7; // a slow search is retried after a while, because the first one is the slowest
 
 // The first side: the input of the stored trace. A stored image is shown until another is drawn.
@@ -91,7 +90,7 @@ class Live {
     this.cost[draft ? "draft" : "whole"] = performance.now() - began;
   }
 
-  // An address may select a hypothesis, which exists once the search is done.
+  // Select the hypothesis of the address, after the search.
   lookAtWanted(draft) {
     const [side] = this.sides,
       chosen = (this.wanted || 1) - 1;
@@ -277,7 +276,7 @@ export function askedParts(live) {
       source: (text ?? source).slice(0, constants.max_text),
       features: (features ?? usualFeatures).slice(0, constants.max_text),
     });
-    if (searches(engine)) side.prefix = tokenIds(engine, parts.get(partOf(name, "forced")));
+    if (engine.decodes) side.prefix = tokenIds(engine, parts.get(partOf(name, "forced")));
     return side;
   }
   function read(parts) {
@@ -288,7 +287,7 @@ export function askedParts(live) {
     for (const name of ["beam", "seed", "length"])
       wishes[name] = integer(inBounds(name, parts.get(name))) ?? wishes[name];
     wishes.temperature = inBounds("temperature", parts.get("temperature")) ?? wishes.temperature;
-    wishes.forbid = searches(engine) ? tokenIds(engine, parts.get("forbidden")) : [];
+    wishes.forbid = engine.decodes ? tokenIds(engine, parts.get("forbidden")) : [];
     const known = new Set(data.maps.flatMap((map) => map.heads.map((_, index) => silenceKey(map, index))));
     engine.silenced.clear();
     for (const key of (parts.get("silenced") || "").split(",")) if (known.has(key)) engine.silenced.add(key);

@@ -302,7 +302,7 @@ export class Model {
     return this.config.output === "classes";
   }
 
-  // Embeddings of ids, scaled by `factors` if given (for attribution).
+  // Embeddings of ids, scaled by `factors` (for attribution).
   embed(side, ids, factors = null) {
     const name = `${side}_embedding.weight`,
       width = this.weights.tensors.get(name).width,

@@ -25,7 +25,7 @@ const numbersIn = (text) =>
     .map((part) => whole(part, 0, 999999))
     .filter((n) => n !== null);
 
-// Each part: how it is written (null: left out) and read.
+// Functions that write (null: omit) and read each part.
 const currentMap = () => data.maps[state.map];
 const PARTS = {
   attention: {

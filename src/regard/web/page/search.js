@@ -168,7 +168,7 @@ export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
         scores: [...row.scores, score],
       }));
     if (!rows.length) break;
-    // A beam with enough ends continues while the best open hypothesis is better, as it stands, than the best
+    // A beam with enough ended hypotheses continues while its best open one is currently better than the best
     // ended one.
     const top = rows[0].sum,
       closed = ended >= beam && !(top / (t + 1) ** penalty > finished[0].value);

@@ -27,7 +27,7 @@ export const state = {
   silencing: false,
 };
 
-// A view is {name, title, when, fill}: `when` tells whether there is something to show; `fill` draws into a panel of
+// A view is {name, title, when, fill}: `when` returns whether the view has content; `fill` draws into a panel of
 // a given width and may return a function to call after layout. It must not read `data` after drawing. The shell
 // holds the parts of the document for views, the drawn views, and listeners to changes of the selection. room:
 // pixels for the views. live: the functions of a page with a model. still: no scrolling, because the user types

@@ -26,7 +26,7 @@ async function ask(path, body, signal) {
   try {
     message = JSON.parse(text).error.message;
   } catch (error) {
-    /* a proxy's page: the status has to do */
+    /* not JSON, such as the page of a proxy: only the status is known */
   }
   const wait = Number.parseFloat(response.headers.get("Retry-After"));
   throw new ApiError(response.status, message, Number.isFinite(wait) ? wait : null);
