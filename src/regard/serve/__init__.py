@@ -1,1 +1,1 @@
-"""The HTTP server: processes that hold the runs, a queue that batches what many clients ask, and the web page."""
+"""The HTTP server: worker processes that hold the runs, a queue that batches concurrent requests, and the web page."""
