@@ -1,4 +1,4 @@
-"""Small models for the tests of this directory."""
+"""Small models for the tests of inspection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page with stored numbers in a real browser, with real clicks. Skipped without a browser."""
+"""The page with a stored trace in a real browser. Skipped without a browser."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from regard.text.codec import Example
 VIEWS = ["overview", "alignment", "heads", "model", "output", "lens", "attribution", "position", "walk"]
 
 
-def made(run: Run, source: str = "abcab", output: str = "bcd", **options: Any) -> Trace:
+def make_trace(run: Run, source: str = "abcab", output: str = "bcd", **options: Any) -> Trace:
     return trace(run, Example(source), run.codec.encode_target([output])[0], **options)
 
 
 def show(
-    browser: chromium.Chromium, found: Trace, folder: Path, dark: bool = False, view: str | None = "alignment"
+    browser: chromium.Chromium, result: Trace, folder: Path, dark: bool = False, view: str | None = "alignment"
 ) -> float:
     """Open the page of a trace and one of its views -> seconds until the page was ready."""
     path = folder / "page.html"
-    path.write_text(found.to_html(), encoding="utf-8")
+    path.write_text(result.to_html(), encoding="utf-8")
     seconds = browser.open(path, dark)
     if view is not None:
         browser.click(f"#tab-{view}")
@@ -40,7 +40,7 @@ def show(
 
 def test_every_view_opens(browser: chromium.Chromium, run: Run, tmp_path: Path) -> None:
     for dark in (False, True):
-        seconds = show(browser, made(run), tmp_path, dark, view=None)
+        seconds = show(browser, make_trace(run), tmp_path, dark, view=None)
         assert browser.run("document.documentElement.dataset.theme") == ("dark" if dark else "light")
         assert seconds < 5
         tabs = browser.run("Array.from(document.querySelectorAll('[role=tab]'), t => t.id.slice(4))")
@@ -59,14 +59,14 @@ def test_every_view_opens(browser: chromium.Chromium, run: Run, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_views_that_make_no_sense_are_absent(browser: chromium.Chromium, kind: str, tmp_path: Path) -> None:
+def test_views_without_content_are_absent(browser: chromium.Chromium, kind: str, tmp_path: Path) -> None:
     run = family(kind)
-    found = trace(run, Example("abcab")) if kind != "image" else trace_image(run, picture())
+    result = trace(run, Example("abcab")) if kind != "image" else trace_image(run, picture())
     missing = {"alignment"} | ({"image"} if kind != "image" else set())
-    nothing = {"output", "lens", "attribution"}
-    missing |= {"lm-hashed": {"walk"}, "lm-distances": {"position"}, "vectors": nothing}.get(kind, set())
+    prediction_views = {"output", "lens", "attribution"}
+    missing |= {"lm-hashed": {"walk"}, "lm-distances": {"position"}, "vectors": prediction_views}.get(kind, set())
     for dark in (False, True):
-        show(browser, found, tmp_path, dark, view=None)
+        show(browser, result, tmp_path, dark, view=None)
         tabs = browser.run("Array.from(document.querySelectorAll('[role=tab]'), t => t.id.slice(4))")
         assert tabs == [name for name in ["overview", "image", *VIEWS[1:]] if name not in missing]
         for name in tabs:
@@ -77,51 +77,54 @@ def test_views_that_make_no_sense_are_absent(browser: chromium.Chromium, kind: s
 
 
 @pytest.mark.parametrize("kind", ["pairs", *FAMILIES])
-def test_the_overview_shows_the_importance_of_heads(browser: chromium.Chromium, kind: str, tmp_path: Path) -> None:
+def test_overview_shows_the_importance_of_heads(browser: chromium.Chromium, kind: str, tmp_path: Path) -> None:
     run = letters() if kind == "pairs" else family(kind)
-    found = (
-        made(run)
+    result = (
+        make_trace(run)
         if kind == "pairs"
         else trace_image(run, picture())
         if kind == "image"
         else trace(run, Example("abcab"))
     )
-    show(browser, found, tmp_path, view="overview")
+    show(browser, result, tmp_path, view="overview")
     bars = "Array.from(document.querySelectorAll('.spot .gauge i'), n => parseFloat(n.style.width) || 0)"
-    lost = [change for m in found.maps for change in found.importance.get(m.name, ())]
-    most = max(lost, default=0.0)
-    shown = browser.run(bars)
+    changes = [change for m in result.maps for change in result.importance.get(m.name, ())]
+    largest = max(changes, default=0.0)
+    widths = browser.run(bars)
     if kind == "vectors":
-        assert not lost and not any(shown)
+        assert not changes and not any(widths)
         assert "predicts nothing" in browser.run("document.querySelector('#panel > p').textContent")
     else:
-        assert shown == pytest.approx([100 * max(0.0, change / most) for change in lost], abs=0.1) and max(shown) > 99
+        assert (
+            widths == pytest.approx([100 * max(0.0, change / largest) for change in changes], abs=0.1)
+            and max(widths) > 99
+        )
         titles = browser.run("Array.from(document.querySelectorAll('.spot:has(.gauge)'), n => n.title)")
-        assert all(("gains" in title) == (change < 0) for title, change in zip(titles, lost, strict=True))
+        assert all(("gains" in title) == (change < 0) for title, change in zip(titles, changes, strict=True))
     assert complaints(browser) == []
 
 
-def test_an_image_is_attributed_to_its_patches(browser: chromium.Chromium, tmp_path: Path) -> None:
-    found = trace_image(family("image"), picture())
-    assert found.attribution is not None
-    show(browser, found, tmp_path, view="attribution")
+def test_attribution_view_shows_the_patches_of_an_image(browser: chromium.Chromium, tmp_path: Path) -> None:
+    result = trace_image(family("image"), picture())
+    assert result.attribution is not None
+    show(browser, result, tmp_path, view="attribution")
     browser.run("document.querySelector('.figure').focus()")
     for key in ("ArrowRight", "ArrowDown", "ArrowRight"):  # the second row and column of 4 x 4 patches
         browser.key(key)
     message = browser.run("document.querySelector('.read').textContent")
-    value = found.attribution.values_TS[0, 1 + 4 + 1]
+    value = result.attribution.values_TS[0, 1 + 4 + 1]
     assert message.startswith("patch 2·2") and ("against" in message) == (value < 0)
     assert float(message.split()[-1].replace("−", "-")) == pytest.approx(value, abs=0.02)
     assert complaints(browser) == []
 
 
-def test_rollout_is_what_the_library_computes(browser: chromium.Chromium, tmp_path: Path) -> None:
-    found = trace(family("lm"), Example("abcab"))
-    show(browser, found, tmp_path, view="heads")
+def test_rollout_equals_that_of_the_library(browser: chromium.Chromium, tmp_path: Path) -> None:
+    result = trace(family("lm"), Example("abcab"))
+    show(browser, result, tmp_path, view="heads")
     browser.click(".choice button", 1)  # layer 2
     browser.click(".choice button", 7)  # rollout, after the mean and four heads
     browser.run("document.querySelector('.figure').focus()")
-    expected = rollout(found)[1]
+    expected = rollout(result)[1]
     for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight"):
         browser.key(key)
     message = browser.run("document.querySelector('.read').textContent")
@@ -129,11 +132,11 @@ def test_rollout_is_what_the_library_computes(browser: chromium.Chromium, tmp_pa
     assert complaints(browser) == []
 
 
-def test_an_image_shows_the_attention_of_its_patches(browser: chromium.Chromium, tmp_path: Path) -> None:
-    found = trace_image(family("image"), picture())
-    show(browser, found, tmp_path, view="image")
+def test_image_view_shows_the_attention_of_patches(browser: chromium.Chromium, tmp_path: Path) -> None:
+    result = trace_image(family("image"), picture())
+    show(browser, result, tmp_path, view="image")
     message = "document.querySelector('.read').textContent"
-    weights_HTS = found.maps[-1].weights_HTS
+    weights_HTS = result.maps[-1].weights_HTS
     assert browser.run(message).startswith("The class token")
     browser.hover(".photo", dx=-150, dy=-150)  # the first patch
     browser.until(f"{message}.includes('patch 1·1')")
@@ -148,27 +151,29 @@ def test_an_image_shows_the_attention_of_its_patches(browser: chromium.Chromium,
     browser.key("Enter")
     browser.until(f"{message}.startsWith('Patch 3·4')")
     numbers = browser.run("Array.from(document.querySelectorAll('.far td'), n => Number(n.textContent))")
-    expected = [x for m in found.maps for x in found.distances[m.name].tolist()]
+    expected = [x for m in result.maps for x in result.distances[m.name].tolist()]
     assert numbers == pytest.approx(expected, abs=0.06)
     browser.click("#tab-output")
-    browser.click("#panel .quiet")  # the walk ends in the classes
+    browser.click("#panel .quiet")  # the walk ends with the classes
     assert "three" in browser.run("document.querySelector('.walk > li:last-child').textContent")
     assert complaints(browser) == []
 
 
-def test_hovering_and_choosing(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
-    found = made(transformer_run)
-    show(browser, found, tmp_path)
+def test_hovering_tints_words_and_clicks_select_them(
+    browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
+) -> None:
+    result = make_trace(transformer_run)
+    show(browser, result, tmp_path)
     browser.click("#tab-heads")
     browser.hover(".columns > div:first-child .word", 1)
-    tinted = "document.querySelectorAll('.columns > div:nth-child(2) .word[style*=background]').length"
-    browser.until(f"{tinted} === {len(found.tokens['source'])}")
+    tint_count = "document.querySelectorAll('.columns > div:nth-child(2) .word[style*=background]').length"
+    browser.until(f"{tint_count} === {len(result.tokens['source'])}")
     message = browser.run("document.querySelector('.read').textContent")
-    assert "attends to" in message and message.startswith(found.tokens["output"][1])
+    assert "attends to" in message and message.startswith(result.tokens["output"][1])
     browser.click(".columns > div:first-child .word", 2)
     assert browser.run("document.querySelectorAll('.word[aria-pressed=true]').length") == 1
     browser.hover("h1")
-    browser.until(f"{tinted} > 0")
+    browser.until(f"{tint_count} > 0")
 
     browser.click("#tab-model")
     assert browser.run("document.querySelectorAll('.thumb').length") == 6 * 4
@@ -179,12 +184,12 @@ def test_hovering_and_choosing(browser: chromium.Chromium, transformer_run: Run,
     assert browser.run(pressed) == ["Decoder self", "2", "2"]
 
 
-def test_the_matrix_tells_the_weight_under_the_pointer(
+def test_matrix_reads_out_the_weight_at_the_cursor(
     browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
 ) -> None:
-    found = made(transformer_run)
-    weights = next(iter(found.alignment.values()))
-    show(browser, found, tmp_path)
+    result = make_trace(transformer_run)
+    weights = next(iter(result.alignment.values()))
+    show(browser, result, tmp_path)
     browser.run("document.querySelector('.figure').focus()")
     for key in ("ArrowRight", "ArrowDown", "ArrowRight", "ArrowRight"):
         browser.key(key)
@@ -195,30 +200,32 @@ def test_the_matrix_tells_the_weight_under_the_pointer(
     assert browser.run("document.querySelector('.steps tr.on td').textContent") == "2"
 
 
-def test_output_leads_to_the_walk_and_its_numbers_are_the_models(
+def test_output_step_opens_the_walk_with_the_numbers_of_the_model(
     browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
 ) -> None:
-    found = made(transformer_run)
-    show(browser, found, tmp_path)
+    result = make_trace(transformer_run)
+    show(browser, result, tmp_path)
     browser.click("#tab-output")
     browser.click(".steps tr[tabindex]", 2)
     browser.click("#panel .quiet")
     assert browser.run("document.querySelector('#tab-walk').getAttribute('aria-selected')") == "true"
     titles = browser.run("Array.from(document.querySelectorAll('.walk > li > h2'), n => n.textContent)")
-    cards = next(walk for walk in found.walks if walk.name == "decoder").layers[-1]
+    cards = next(walk for walk in result.walks if walk.name == "decoder").layers[-1]
     assert titles == [card.title for card in cards]
-    shown = browser.run(
+    texts = browser.run(
         "Array.from(document.querySelectorAll('.walk > li:last-child .numbers tr:first-child .n'), n => n.textContent)"
     )
     numbers = cards[-1].vectors[0].first[2]
-    assert [float(text.replace("−", "-")) for text in shown] == pytest.approx(numbers.tolist(), abs=0.02)
+    assert [float(text.replace("−", "-")) for text in texts] == pytest.approx(numbers.tolist(), abs=0.02)
     browser.click(".controls .choice:first-of-type button", 0)  # the encoder
-    assert browser.run("document.querySelectorAll('.walk > li').length") == len(found.walks[0].layers[-1])
+    assert browser.run("document.querySelectorAll('.walk > li').length") == len(result.walks[0].layers[-1])
     assert complaints(browser) == []
 
 
-def test_the_keyboard_reaches_everything(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
-    show(browser, made(transformer_run), tmp_path)
+def test_tabs_and_controls_are_reached_by_keyboard(
+    browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
+) -> None:
+    show(browser, make_trace(transformer_run), tmp_path)
     browser.run("document.getElementById('tab-alignment').focus()")
     for name in [*VIEWS[2:], *VIEWS[:2]]:
         browser.key("ArrowRight")
@@ -238,46 +245,48 @@ def test_the_keyboard_reaches_everything(browser: chromium.Chromium, transformer
     assert browser.run("document.activeElement.closest('.choice') !== null"), "a redrawn control keeps the focus"
 
 
-def test_the_theme_can_be_changed(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
-    show(browser, made(transformer_run), tmp_path)
+def test_button_changes_the_theme(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
+    show(browser, make_trace(transformer_run), tmp_path)
     before = browser.run("getComputedStyle(document.body).backgroundColor")
     browser.click("header .quiet")
     assert browser.run("getComputedStyle(document.body).backgroundColor") != before
 
 
-def nasty(found: Trace, payloads: list[str]) -> Trace:
-    """The payloads as tokens on both sides, candidates, title, facts and notes."""
+def nasty(result: Trace, payloads: list[str]) -> Trace:
+    """A trace with the payloads as tokens, candidates, title, facts, notes and texts."""
     supply = itertools.cycle(payloads)
     take = lambda: next(supply)  # noqa: E731
     steps = tuple(
         dataclasses.replace(step, token=take(), candidates=tuple(c._replace(token=take()) for c in step.candidates))
-        for step in found.steps
+        for step in result.steps
     )
     lens = tuple(
         dataclasses.replace(row, steps=tuple(tuple(c._replace(token=take()) for c in step) for step in row.steps))
-        for row in found.lens
+        for row in result.lens
     )
     return dataclasses.replace(
-        found,
+        result,
         title=take(),
         facts={take(): take(), take(): take()},
         notes=(Note("method", take()), Note("limit", take())),
         texts={"source": take(), "output": take()},
-        tokens={name: tuple(take() for _ in tokens) for name, tokens in found.tokens.items()},
+        tokens={name: tuple(take() for _ in tokens) for name, tokens in result.tokens.items()},
         steps=steps,
         lens=lens,
     )
 
 
-def test_five_hundred_payloads_stay_text(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
+def test_five_hundred_html_payloads_remain_text(
+    browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
+) -> None:
     assert len(PAYLOADS) >= 500
-    found = made(transformer_run, "abcab" * 17, "bcdab" * 17)
+    result = make_trace(transformer_run, "abcab" * 17, "bcdab" * 17)
     for start in (0, 250):
         payloads = PAYLOADS[start:] + PAYLOADS[:start]
-        show(browser, nasty(found, payloads), tmp_path)
-        seen = browser.run("Array.from(document.querySelectorAll('.links bdi'), n => n.textContent).length")
-        assert seen == 2 * 86
-        for name in [view for view in VIEWS if view != "attribution"]:  # which a long output has not
+        show(browser, nasty(result, payloads), tmp_path)
+        count = browser.run("Array.from(document.querySelectorAll('.links bdi'), n => n.textContent).length")
+        assert count == 2 * 86
+        for name in [view for view in VIEWS if view != "attribution"]:  # absent for a long output
             browser.click(f"#tab-{name}")
             browser.hover("#panel", 0)
             bad = browser.run(
@@ -292,19 +301,19 @@ def test_five_hundred_payloads_stay_text(browser: chromium.Chromium, transformer
         assert complaints(browser) == []
 
 
-def test_three_hundred_tokens_a_side_do_not_freeze(
+def test_views_of_three_hundred_tokens_open_within_three_seconds(
     browser: chromium.Chromium, make_letters: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = make_letters(layers=2, heads=4, width=16)
-    found = made(run, "abcab" * 61, "bcdab" * 61)
-    show(browser, found, tmp_path)
+    result = make_trace(run, "abcab" * 61, "bcdab" * 61)
+    show(browser, result, tmp_path)
     assert browser.run("document.querySelectorAll('.note').length") == 2
     for name in [view for view in VIEWS if view != "attribution"]:
-        spent = browser.run(
+        milliseconds = browser.run(
             f"(() => {{ const t = performance.now(); document.getElementById('tab-{name}').click();"
             " return performance.now() - t; })()"
         )
-        assert spent < 3000, (name, spent)
+        assert milliseconds < 3000, (name, milliseconds)
     browser.click("#tab-heads")
     browser.hover(".columns > div:first-child .word", 3)
     assert browser.run("document.querySelectorAll('.links path').length") > 0
@@ -315,13 +324,17 @@ def test_three_hundred_tokens_a_side_do_not_freeze(
     assert complaints(browser) == []
 
 
-def test_right_to_left_words_run_from_the_right(
+def test_right_to_left_words_start_at_the_right(
     browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
 ) -> None:
-    found = made(transformer_run)
+    result = make_trace(transformer_run)
     hebrew = ("V", "PST", "שָׁ", "ל", "\u05b8", "<eos>")  # features stand before the word
-    both = {"source": "rtl", "output": "rtl", "input": "rtl"}
-    show(browser, dataclasses.replace(found, tokens={**found.tokens, "source": hebrew}, directions=both), tmp_path)
+    directions = {"source": "rtl", "output": "rtl", "input": "rtl"}
+    show(
+        browser,
+        dataclasses.replace(result, tokens={**result.tokens, "source": hebrew}, directions=directions),
+        tmp_path,
+    )
     lefts = "Array.from({}, n => n.getBoundingClientRect().left)"
     places = browser.run(lefts.format("document.querySelector('.words').children"))
     assert len(places) == 6 and places == sorted(places, reverse=True)
@@ -344,9 +357,11 @@ def test_right_to_left_words_run_from_the_right(
     assert complaints(browser) == []
 
 
-def test_paper_is_light_and_has_every_view(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
-    found = made(transformer_run)
-    show(browser, found, tmp_path, dark=True)
+def test_printed_page_is_light_and_has_every_view(
+    browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
+) -> None:
+    result = make_trace(transformer_run)
+    show(browser, result, tmp_path, dark=True)
     theme = "document.documentElement.dataset.theme"
     browser.run(
         "window.addEventListener('beforeprint', () => { window.seen = ["
@@ -357,7 +372,7 @@ def test_paper_is_light_and_has_every_view(browser: chromium.Chromium, transform
     titles = browser.run("Array.from(document.querySelectorAll('[role=tab]'), n => n.textContent)")
     pdf = browser.call("Page.printToPDF", printBackground=True)["data"]
     assert len(pdf) > 10_000
-    cards = next(walk for walk in found.walks if walk.name == "decoder").layers[0]
+    cards = next(walk for walk in result.walks if walk.name == "decoder").layers[0]
     assert browser.run("window.seen") == ["light", titles, len(cards), "rgb(250, 249, 246)", True]
     assert browser.run(theme) == "dark" and browser.run("document.querySelector('.sheets')") is None
     browser.call("Emulation.setEmulatedMedia", media="print")
@@ -366,42 +381,42 @@ def test_paper_is_light_and_has_every_view(browser: chromium.Chromium, transform
     assert complaints(browser) == []
 
 
-def test_the_walk_of_a_pruned_model_reaches_every_head(
+def test_walk_of_a_pruned_model_shows_every_remaining_head(
     browser: chromium.Chromium, make_letters: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = make_letters(kept_heads=((1,), (1,)), kept_cross_heads=((0, 3), (0, 3)))
-    found = made(run)
-    show(browser, found, tmp_path)
+    result = make_trace(run)
+    show(browser, result, tmp_path)
     browser.click("#tab-walk")
     buttons = "Array.from(document.querySelectorAll('[aria-label=head] button'), n => n.textContent)"
     assert browser.run(buttons) == ["1", "2", "4"]
     browser.click("[aria-label=head] button", 2)
     cards = "Array.from(document.querySelectorAll('.walk > li'))"
     notes = browser.run(f"{cards}.filter(n => n.querySelector('.note')).map(n => n.querySelector('h2').textContent)")
-    layer = next(walk for walk in found.walks if walk.name == "decoder").layers[0]
+    layer = next(walk for walk in result.walks if walk.name == "decoder").layers[0]
     assert notes == [card.title for card in layer if card.scores and card.scores.map.endswith("attention")]
-    marked = browser.run(f"{cards}.flatMap(n => Array.from(n.querySelectorAll('tr.on th'), x => x.textContent))")
-    assert [text for text in marked if text.startswith("z") and text[1:].isdigit()] == ["z2", "z4"]
+    highlights = browser.run(f"{cards}.flatMap(n => Array.from(n.querySelectorAll('tr.on th'), x => x.textContent))")
+    assert [text for text in highlights if text.startswith("z") and text[1:].isdigit()] == ["z2", "z4"]
     card = next(card for card in layer if card.title == "Cross-attention: weighted sum")
-    shown = browser.run(
+    number = browser.run(
         f"{cards}.find(n => n.querySelector('h2').textContent === {card.title!r}).querySelector('tr.on td').textContent"
     )
-    assert float(shown.replace("−", "-")) == pytest.approx(card.vectors[0].first[1, 1, 0], abs=0.02)
+    assert float(number.replace("−", "-")) == pytest.approx(card.vectors[0].first[1, 1, 0], abs=0.02)
     browser.click("#tab-heads")
     assert complaints(browser) == []
 
 
-def test_few_presses_of_tab_lead_through_a_long_text(
+def test_long_texts_have_at_most_four_tab_stops(
     browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
 ) -> None:
-    show(browser, made(transformer_run, "abcab" * 12, "bcdab" * 12), tmp_path)
+    show(browser, make_trace(transformer_run, "abcab" * 12, "bcdab" * 12), tmp_path)
     stops = (
         "Array.from(document.querySelectorAll('#panel button, #panel select, #panel [tabindex]')).filter("
         "n => n.tabIndex >= 0 && !n.closest('.choice, .save, .toggle')).length"
     )
-    for name, most in {"overview": 1, "alignment": 4, "heads": 3, "model": 3, "output": 2, "lens": 1}.items():
+    for name, limit in {"overview": 1, "alignment": 4, "heads": 3, "model": 3, "output": 2, "lens": 1}.items():
         browser.click(f"#tab-{name}")
-        assert 1 <= browser.run(stops) <= most, name
+        assert 1 <= browser.run(stops) <= limit, name
     browser.run("document.querySelector('.lens .cell').focus()")
     for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
         browser.key(key)
@@ -411,39 +426,39 @@ def test_few_presses_of_tab_lead_through_a_long_text(
     assert browser.run("document.querySelector('.read').textContent").startswith("layer 2, token 61:")
 
 
-def test_the_lens_says_where_the_output_differs(
+def test_lens_counts_tokens_where_the_output_differs(
     browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
 ) -> None:
-    found = made(transformer_run)
-    other = sum(step.token != last[0].token for step, last in zip(found.steps, found.lens[-1].steps, strict=True))
-    assert other
-    show(browser, found, tmp_path)
+    result = make_trace(transformer_run)
+    count = sum(step.token != last[0].token for step, last in zip(result.steps, result.lens[-1].steps, strict=True))
+    assert count
+    show(browser, result, tmp_path)
     browser.click("#tab-lens")
-    assert f"At {other} of 4 tokens the output" in browser.run("document.querySelector('#panel p').textContent")
+    assert f"At {count} of 4 tokens the output" in browser.run("document.querySelector('#panel p').textContent")
 
 
-def test_axes_are_named_in_the_plural(
-    browser: chromium.Chromium, make_letters: Callable[..., Run], tmp_path: Path
-) -> None:
-    show(browser, made(make_letters(position="rotary")), tmp_path)
+def test_axis_labels_are_plural(browser: chromium.Chromium, make_letters: Callable[..., Run], tmp_path: Path) -> None:
+    show(browser, make_trace(make_letters(position="rotary")), tmp_path)
     browser.click("#tab-position")
     assert "positions down, pairs of dimensions across" in browser.run("document.querySelector('#panel').textContent")
 
 
-def test_it_works_in_the_frame_of_a_notebook(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
+def test_page_works_in_the_frame_of_a_notebook(
+    browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
+) -> None:
     path = tmp_path / "page.html"
     ready = "<script>document.documentElement.dataset.ready = 'yes'</script>"
-    frame = made(transformer_run)._repr_html_()
+    frame = make_trace(transformer_run)._repr_html_()
     path.write_text(f"<!doctype html><body>{frame}{ready}", encoding="utf-8")
     browser.open(path)
     browser.until("document.querySelector('iframe') !== null")
     browser.call("Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=False, flatten=True)
-    attached = browser.wait_for("Target.attachedToTarget")
+    event = browser.wait_for("Target.attachedToTarget")
     script = (
         "new Promise(r => { const f = () => document.documentElement?.dataset.ready"
         " ? r(document.querySelectorAll('.word').length) : setTimeout(f, 20); f(); })"
     )
-    with browser.inside(attached["sessionId"]):
+    with browser.inside(event["sessionId"]):
         assert browser.run(script) == 0
         browser.run("document.getElementById('tab-alignment').click()")
         assert browser.run(script) == 6 + 4

@@ -1,4 +1,4 @@
-"""Circuits of language models: attributions add up, products equal the model, induction heads are found."""
+"""Circuits of language models: logit attribution, QK and OV products, induction heads, rollout, neurons."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ def lm(preset_name: str = "gpt-tiny", **stack: Any) -> Run:
     st.sampled_from(["layer", "rms"]),
     st.integers(-3, -1),
 )
-def test_the_parts_of_a_logit_add_up_to_it(text: str, name: str, norm_at: str, norm: str, position: int) -> None:
+def test_attributions_of_a_logit_sum_to_it(text: str, name: str, norm_at: str, norm: str, position: int) -> None:
     run = lm(name, norm_at=norm_at, norm=norm, bias="all", gated=norm == "rms")
     position = max(position, -len(text))
     for token in (None, "c"):
-        found = attribute(run, text, token, position)
-        assert found.total == pytest.approx(found.logit, abs=1e-4)
-        assert sum(value for _, value in found.table()) == pytest.approx(found.logit, abs=1e-4)
+        result = attribute(run, text, token, position)
+        assert result.total == pytest.approx(result.logit, abs=1e-4)
+        assert sum(value for _, value in result.table()) == pytest.approx(result.logit, abs=1e-4)
 
 
-def test_the_parts_of_a_pruned_model_add_up_too() -> None:
+def test_attributions_of_a_pruned_model_sum_to_the_logit() -> None:
     run = lm()
     small = prune_heads(run.model, {"decoder.blocks.0.attention": [0, 2]})
-    found = attribute(Run(small.config, run.codec, small, run.path), "abca")
-    assert found.total == pytest.approx(found.logit, abs=1e-4)
-    assert found.heads_LH[0, 0] == found.heads_LH[0, 2] == 0.0 and found.heads_LH[0, 1] != 0.0
+    result = attribute(Run(small.config, run.codec, small, run.path), "abca")
+    assert result.total == pytest.approx(result.logit, abs=1e-4)
+    assert result.heads_LH[0, 0] == result.heads_LH[0, 2] == 0.0 and result.heads_LH[0, 1] != 0.0
 
 
-def test_a_token_must_be_one_token() -> None:
+def test_attribution_requires_one_token_and_a_language_model() -> None:
     with pytest.raises(UserError, match="is 2 tokens"):
         attribute(lm(), "abc", "ab")
     for kind in ("masked", "lm-hashed"):
@@ -73,7 +73,7 @@ def test_a_token_must_be_one_token() -> None:
 
 @pytest.mark.parametrize("stack", [{}, {"kv_heads": 2}, {"norm_at": "post"}, {"score": "general"}, {"score": "dot"}])
 @torch.no_grad()
-def test_qk_and_ov_are_what_the_first_layer_computes(stack: dict[str, Any]) -> None:
+def test_qk_and_ov_equal_the_first_layer(stack: dict[str, Any]) -> None:
     """Without positions, scores and head contributions to logits depend only on the tokens."""
     run = lm(position="none", layers=1, **stack)
     text = "abcadb"
@@ -83,25 +83,25 @@ def test_qk_and_ov_are_what_the_first_layer_computes(stack: dict[str, Any]) -> N
     weights_HTS = maps["decoder.blocks.0.attention.weights"][0]
     for head in range(4):
         scores_TS = qk(run, 0, head).matrix()[ids][:, ids]
-        seen_TS = torch.ones_like(scores_TS).tril().bool()
-        expected_TS = scores_TS.masked_fill(~seen_TS, -torch.inf).softmax(-1)
+        visible_TS = torch.ones_like(scores_TS).tril().bool()
+        expected_TS = scores_TS.masked_fill(~visible_TS, -torch.inf).softmax(-1)
         assert torch.allclose(expected_TS, weights_HTS[head], atol=1e-5)
     if stack.get("norm_at") == "post":
         return
-    found = attribute(run, text, "c")
-    with record(run.model, "decoder.blocks.0.output") as made:
+    result = attribute(run, text, "c")
+    with record(run.model, "decoder.blocks.0.output") as recording:
         run.model(torch.tensor([ids]), None)
-    x_D = made["decoder.blocks.0.output"][0, -1]
+    x_D = recording["decoder.blocks.0.output"][0, -1]
     scale = ((x_D - x_D.mean()).pow(2).mean() + 1e-5).rsqrt()
     token = run.codec.target.encode(["c"])[0][0]
     for head in range(4):
         logit_S = ov(run, 0, head).matrix()[ids, token]
         assert float((weights_HTS[head, -1] * logit_S).sum() * scale) == pytest.approx(
-            float(found.heads_LH[0, head]), abs=1e-4
+            float(result.heads_LH[0, head]), abs=1e-4
         )
 
 
-def test_the_top_of_a_circuit_is_its_largest_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_of_a_circuit_has_its_largest_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     circuit = ov(lm(), 1, 2)
     matrix_VV = circuit.matrix()
     assert torch.linalg.matrix_rank(matrix_VV) <= 4 and torch.allclose(circuit.row("b"), matrix_VV[5], atol=1e-5)
@@ -109,7 +109,7 @@ def test_the_top_of_a_circuit_is_its_largest_entries(monkeypatch: pytest.MonkeyP
     assert expected == pytest.approx(matrix_VV.flatten().topk(7).values.tolist(), abs=1e-5)
     top = circuit.top(1)[0]
     assert matrix_VV[circuit.names.index(top.row), circuit.names.index(top.column)] == pytest.approx(top.value)
-    monkeypatch.setattr("regard.inspect.circuits.MAX_PAIRS", 30)  # gone through in pieces, never whole
+    monkeypatch.setattr("regard.inspect.circuits.MAX_PAIRS", 30)  # computed in pieces
     assert [pair.value for pair in circuit.top(7)] == pytest.approx(expected)
     with pytest.raises(UserError, match="use top"):
         circuit.matrix()
@@ -117,10 +117,10 @@ def test_the_top_of_a_circuit_is_its_largest_entries(monkeypatch: pytest.MonkeyP
         qk(lm(), 0, 9)
 
 
-def inducing() -> Run:
+def induction_run() -> Run:
     """Two hand-made attention layers: one attends to the previous token, one to the successor of an earlier copy.
 
-    A vector holds a token, a position, and the token before, each as one of so many ones.
+    A vector consists of the one-hot codes of a token, its position and the previous token.
     """
     tokenizer = Tokenizer.train("char", ["abcdefghijkl"])
     vocab, positions = tokenizer.size, 25
@@ -154,22 +154,22 @@ def inducing() -> Run:
     return Run(config, Codec(tokenizer, frame="none"), model, Path("runs/induction"))
 
 
-def test_an_induction_head_made_by_hand_is_found_and_named() -> None:
-    run = inducing()
+def test_constructed_induction_head_is_recognised() -> None:
+    run = induction_run()
     scores = induction_scores(run.model)
     assert scores["decoder.blocks.1.attention", 0] > 0.9 and scores["decoder.blocks.0.attention", 0] < 0.1
     heads = measure_heads(run, "abcdefghijklabcdefghijkl" * 4)
     assert [head.what for head in heads] == ["previous token", "induction"]
     assert [head.layer for head in induction_heads(heads)] == [1]
-    found = attribute(run, "kdbaikd")  # b followed d before
-    assert found.token == "b" and found.table()[0][0] == "layer 2 head 1"
-    assert found.total == pytest.approx(found.logit, abs=1e-4)
+    result = attribute(run, "kdbaikd")  # b follows the earlier d
+    assert result.token == "b" and result.table()[0][0] == "layer 2 head 1"
+    assert result.total == pytest.approx(result.logit, abs=1e-4)
     top = qk(run, 0, 0).top(1)[0].value, ov(run, 1, 0).top(1)[0]
-    assert top[0] == pytest.approx(0.0, abs=1e-5), "the first head does not care for tokens"
+    assert top[0] == pytest.approx(0.0, abs=1e-5), "the first head ignores tokens"
     assert top[1].row == top[1].column, "the second copies them"
 
 
-def test_a_model_that_never_repeats_has_no_induction_heads() -> None:
+def test_random_model_has_no_induction_heads() -> None:
     run = family("lm")
     assert not induction_heads(measure_heads(run, "abcab" * 20))
     assert all(0 <= score <= 1 for score in induction_scores(run.model).values())
@@ -178,20 +178,20 @@ def test_a_model_that_never_repeats_has_no_induction_heads() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.text("abcd ", min_size=1, max_size=12), st.sampled_from(["lm", "lm-grouped", "masked", "classes"]))
 def test_rollout_shares_sum_to_one(text: str, kind: str) -> None:
-    found = rollout(trace(family(kind), Example(text)))
-    assert len(found) == 2
-    for share_TS in found:
+    result = rollout(trace(family(kind), Example(text)))
+    assert len(result) == 2
+    for share_TS in result:
         assert np.allclose(share_TS.sum(-1), 1.0, atol=1e-5) and (share_TS >= 0).all()
         if kind.startswith("lm"):
-            assert np.allclose(np.triu(share_TS, 1), 0.0), "nothing comes from later"
+            assert np.allclose(np.triu(share_TS, 1), 0.0), "no attention to later tokens"
 
 
 def test_rollout_multiplies_layers() -> None:
-    found = trace(family("masked"), Example("abc"))
-    first, second = (0.5 * m.weights_HTS.mean(0) + 0.5 * np.eye(5) for m in found.maps)
-    assert np.allclose(rollout(found)[1], second @ first, atol=1e-5)
+    result = trace(family("masked"), Example("abc"))
+    first, second = (0.5 * m.weights_HTS.mean(0) + 0.5 * np.eye(5) for m in result.maps)
+    assert np.allclose(rollout(result)[1], second @ first, atol=1e-5)
     with pytest.raises(UserError, match="no self-attention"):
-        rollout(found, "decoder")
+        rollout(result, "decoder")
 
 
 @torch.no_grad()
@@ -201,9 +201,9 @@ def test_neurons_have_triggers_and_promoted_tokens() -> None:
     neurons = top_neurons(run, text, 1, count=6, triggers=3)
     assert len(neurons) == 6 and len({neuron.index for neuron in neurons}) == 6
     ids = torch.tensor([[run.config.start_id, *run.codec.target.encode([text])[0]][:-1]])
-    with record(run.model, "decoder.blocks.1.feed_forward.neurons") as made:
+    with record(run.model, "decoder.blocks.1.feed_forward.neurons") as recording:
         run.model(ids, None)
-    value_TF = made["decoder.blocks.1.feed_forward.neurons"][0]
+    value_TF = recording["decoder.blocks.1.feed_forward.neurons"][0]
     decoder: Any = run.model.decoder
     output: Any = run.model.output
     for neuron in neurons:

@@ -1,3 +1,5 @@
+"""Statistics of heads: attention patterns, alignment, agreement with links."""
+
 from __future__ import annotations
 
 import json
@@ -60,27 +62,27 @@ def steered(model: Model, name: str, offset: int) -> Callable[[torch.Tensor], to
         ("cross", "decoder.blocks.0.cross", 2, "position 2 ahead"),
     ],
 )
-def test_heads_are_recognised(kind: str, name: str, offset: int, what: str, transformer: Model) -> None:
+def test_attention_patterns_are_recognised(kind: str, name: str, offset: int, what: str, transformer: Model) -> None:
     pairs = [([4, 5, 6, 7, 8, 9, 4, 3], [5, 6, 7, 8, 9, 5, 6, 3])] * 2
     batches = pair_batches(pairs, transformer.config)
     with patch(transformer, {f"{name}.weights": steered(transformer, name, offset)}):
-        found = sum_attention(transformer, batches)[name]
-    assert found.describe(0)[0] == what
-    assert found.means(0)[0] == pytest.approx(1)
-    assert found.means(0)[1] == pytest.approx(0, abs=1e-4)
+        sums = sum_attention(transformer, batches)[name]
+    assert sums.describe(0)[0] == what
+    assert sums.means(0)[0] == pytest.approx(1)
+    assert sums.means(0)[1] == pytest.approx(0, abs=1e-4)
     if offset > -9:
         edge = 1 / (8 if kind != "decoder" else 7)
-        assert found.means(0)[2] == pytest.approx(abs(offset), abs=2 * abs(offset) * edge)
+        assert sums.means(0)[2] == pytest.approx(abs(offset), abs=2 * abs(offset) * edge)
 
 
-def test_far_offsets_are_recognised(transformer: Model) -> None:
+def test_large_offsets_are_recognised(transformer: Model) -> None:
     name, tokens = "encoder.blocks.0.attention", [4 + i % 6 for i in range(40)]
     batches = pair_batches([([*tokens, 3], [5, 3])], transformer.config)
     with patch(transformer, {f"{name}.weights": steered(transformer, name, -17)}):
         assert sum_attention(transformer, batches)[name].describe(0) == ("token 17 back", pytest.approx(1))
 
 
-def test_a_mixed_head_says_what_it_mixes(transformer: Model) -> None:
+def test_mixed_head_lists_its_parts(transformer: Model) -> None:
     """Each query puts 40% on the previous token, 30% on the first token, and the rest evenly on all."""
     name = "encoder.blocks.0.attention"
 
@@ -94,40 +96,40 @@ def test_a_mixed_head_says_what_it_mixes(transformer: Model) -> None:
     length = 10
     batches = pair_batches([([4, 5, 6, 7, 8, 9, 4, 5, 6, 3], [5, 3])], transformer.config)
     with patch(transformer, {f"{name}.weights": mix}):
-        found = sum_attention(transformer, batches)[name]
+        sums = sum_attention(transformer, batches)[name]
     weights_TS = mix(torch.zeros(1, 1, length, length))[0, 0]
     expected = {
         "previous token": float(weights_TS.diagonal(-1).sum()) / length,
         "first token": float(weights_TS[:, 0].sum()) / length,
     }
-    assert found.describe(0)[0] == "mixed"
-    assert dict(found.parts(0)) == pytest.approx(expected, abs=1e-5)
-    assert [what for what, _ in found.parts(0)] == sorted(expected, key=lambda what: -expected[what])
+    assert sums.describe(0)[0] == "mixed"
+    assert dict(sums.parts(0)) == pytest.approx(expected, abs=1e-5)
+    assert [what for what, _ in sums.parts(0)] == sorted(expected, key=lambda what: -expected[what])
 
 
-def test_even_heads_are_recognised(transformer: Model) -> None:
+def test_uniform_attention_is_recognised(transformer: Model) -> None:
     batches = pair_batches([([4, 5, 6, 7, 8, 9, 4, 3], [5, 3])], transformer.config)
     with patch(transformer, {"encoder.blocks.0.attention.weights": lambda x: torch.full_like(x, 1 / x.shape[-1])}):
-        found = sum_attention(transformer, batches)["encoder.blocks.0.attention"]
-    assert found.describe(1) == ("everything evenly", pytest.approx(1))
-    assert found.means(0)[1] == pytest.approx(3)
+        sums = sum_attention(transformer, batches)["encoder.blocks.0.attention"]
+    assert sums.describe(1) == ("everything evenly", pytest.approx(1))
+    assert sums.means(0)[1] == pytest.approx(3)
 
 
-def test_padding_does_not_count(transformer: Model) -> None:
+def test_padding_does_not_change_the_statistics(transformer: Model) -> None:
     pairs = [([4, 5, 3], [5, 3]), ([4, 5, 6, 7, 8, 9, 4, 3], [5, 6, 7, 8, 3])]
-    together = sum_attention(transformer, pair_batches(pairs, transformer.config, 1000))
-    alone = sum_attention(transformer, pair_batches(pairs, transformer.config, 1))
-    for name, sums in together.items():
-        assert sums.queries == alone[name].queries
-        assert torch.allclose(sums.sums_3H[1], alone[name].sums_3H[1], atol=1e-4)
-        assert torch.allclose(sums.sums_3H[2], alone[name].sums_3H[2], atol=1e-4)
+    batched = sum_attention(transformer, pair_batches(pairs, transformer.config, 1000))
+    single = sum_attention(transformer, pair_batches(pairs, transformer.config, 1))
+    for name, sums in batched.items():
+        assert sums.queries == single[name].queries
+        assert torch.allclose(sums.sums_3H[1], single[name].sums_3H[1], atol=1e-4)
+        assert torch.allclose(sums.sums_3H[2], single[name].sums_3H[2], atol=1e-4)
         for what, (weight_H, count) in sums.targets.items():
-            other_H, other = alone[name].targets.get(what, (torch.zeros_like(weight_H), 0))
+            other_H, other = single[name].targets.get(what, (torch.zeros_like(weight_H), 0))
             assert count == other and torch.allclose(weight_H, other_H, atol=1e-4), what
 
 
 def diagonal(model: Model) -> dict[str, Any]:
-    """The third head of the second layer aligns one to one; the others attend to the end."""
+    """Weights that align one to one in the third head of the second layer; other heads attend to the end."""
 
     def weights(x_BHTS: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x_BHTS)
@@ -141,20 +143,20 @@ def diagonal(model: Model) -> dict[str, Any]:
     return {"decoder.blocks.1.cross.weights": weights}
 
 
-def test_the_aligning_head_is_found_without_and_with_links(make_letters: Callable[..., Run]) -> None:
+def test_alignment_head_is_recognised_without_and_with_links(make_letters: Callable[..., Run]) -> None:
     run = make_letters()
     examples = [Example("abcd", "abcd"), Example("dcba", "abcd")]
     with patch(run.model, diagonal(run.model)):
         heads = measure_heads(run, examples, ablation=False)
         links = [[(i, i) for i in range(4)], [(i, i) for i in range(2)] + [(3, 2)]]
-        agreeing = measure_heads(run, examples, ablation=False, links=links)
-    for found, merit in ((heads, 1.0), (agreeing, 6 / 7)):
-        (best,) = best_alignment_heads(found)
+        linked_heads = measure_heads(run, examples, ablation=False, links=links)
+    for statistics, merit in ((heads, 1.0), (linked_heads, 6 / 7)):
+        (best,) = best_alignment_heads(statistics)
         assert (best.name, best.index, best.what) == ("decoder.blocks.1.cross", 2, "alignment")
         assert best.alignment == pytest.approx(merit)
 
 
-def test_agreement_is_the_share_of_linked_tokens(make_letters: Callable[..., Run]) -> None:
+def test_agreement_equals_the_share_of_linked_tokens(make_letters: Callable[..., Run]) -> None:
     run = make_letters()
     examples = [Example("abcd", "abcd"), Example("ab", "ab")]
     pairs = encode_pairs(run, examples)
@@ -181,7 +183,7 @@ def test_links_are_read_and_checked(tmp_path: Path, make_letters: Callable[..., 
 def test_grids_have_a_cell_for_every_head(make_letters: Callable[..., Run]) -> None:
     run = make_letters(kept_heads=((0, 2), (1,)))
     heads = measure_heads(run, EXAMPLES, ablation=False)
-    found = grids(heads, lambda head: head.gradient)
-    assert list(found) == ["encoder", "decoder", "cross"] and found["encoder"].shape == (2, 3)
-    assert np.isnan(found["encoder"]).sum() == 3
-    assert found["encoder"][0, 2] == next(h.gradient for h in heads if h.kind == "encoder" and h.head == 2)
+    cells = grids(heads, lambda head: head.gradient)
+    assert list(cells) == ["encoder", "decoder", "cross"] and cells["encoder"].shape == (2, 3)
+    assert np.isnan(cells["encoder"]).sum() == 3
+    assert cells["encoder"][0, 2] == next(h.gradient for h in heads if h.kind == "encoder" and h.head == 2)

@@ -1,4 +1,4 @@
-"""Data for head importance in models other than encoder-decoders."""
+"""Inputs and head statistics of models other than encoder-decoders."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def task_data(kind: str) -> TaskData:
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "vectors"])
 def test_every_head_is_measured(kind: str) -> None:
     run = family(kind)
-    found = measure_heads(run, task_data(kind))
-    assert len(found) == 8
-    for head in found:
+    heads_ = measure_heads(run, task_data(kind))
+    assert len(heads_) == 8
+    for head in heads_:
         assert head.gradient >= 0 and head.ablation is not None and head.alignment is None
         assert 0 <= head.confidence <= 1 and head.entropy >= 0 and head.distance >= 0 and head.what
         assert (head.induction is not None) == kind.startswith("lm")
@@ -45,7 +45,7 @@ def test_every_head_is_measured(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LANGUAGE)
 @torch.no_grad()
-def test_a_text_is_cut_into_consecutive_windows(kind: str) -> None:
+def test_text_is_split_into_consecutive_windows(kind: str) -> None:
     run = family(kind)
     batches = task_batches(run, TEXT, tokens=3 * WINDOW)
     labels = torch.cat([batch.label_BT.flatten() for batch in batches])
@@ -57,7 +57,7 @@ def test_a_text_is_cut_into_consecutive_windows(kind: str) -> None:
     assert mean_loss(run.model, batches) == pytest.approx(-float(expected[range(len(labels)), labels].mean()), abs=1e-4)
 
 
-def test_tokens_are_masked_and_special_tokens_are_not() -> None:
+def test_ordinary_tokens_are_masked_and_special_tokens_are_not() -> None:
     run = family("masked")
     (batch,) = task_batches(run, TEXT)
     assert batch.keep_BT is not None
@@ -69,21 +69,21 @@ def test_tokens_are_masked_and_special_tokens_are_not() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lm-hashed", "lm-distances", "masked", "image"])
-def test_an_ablated_head_has_no_importance(kind: str) -> None:
+def test_ablated_head_has_no_importance(kind: str) -> None:
     run = family(kind)
     batches = task_batches(run, task_data(kind))
     name = next(iter(ablation_importance(run.model, batches)))[0]
     with patch(run.model, {f"{name}.mixed": torch.zeros_like}):
-        found = gradient_importance(run.model, batches)
-        assert all(found[name, head] == 0 for head in range(4)) and max(found.values()) > 0
+        importance = gradient_importance(run.model, batches)
+        assert all(importance[name, head] == 0 for head in range(4)) and max(importance.values()) > 0
 
 
-def test_attention_distance_of_patches_follows_from_the_weights() -> None:
+def test_attention_distance_of_patches_is_computed_from_the_weights() -> None:
     run = family("image")
-    far_SS = patch_distances(PatchConfig(height=8, width=8, size=2))
+    distance_SS = patch_distances(PatchConfig(height=8, width=8, size=2))
 
     def row(x_BHTS: torch.Tensor) -> torch.Tensor:
-        """The first head looks at itself, the second one to the right, the third at the image, the fourth evenly."""
+        """Heads attend to the own patch, to the next patch in the row, to the class token, and evenly."""
         out = torch.full_like(x_BHTS, 1 / 17)
         out[:, :3] = 0.0
         out[:, 0] = torch.eye(17)
@@ -98,12 +98,12 @@ def test_attention_distance_of_patches_follows_from_the_weights() -> None:
     assert [h.what for h in statistics] == ["own patch", "same row", "class token", "everything evenly"]
     assert statistics[0].distance == statistics[2].distance == 0.0
     assert statistics[1].distance == pytest.approx((3 * 2 + 6) / 4)
-    assert statistics[3].distance == pytest.approx(float(far_SS.mean()), rel=1e-5)
+    assert statistics[3].distance == pytest.approx(float(distance_SS.mean()), rel=1e-5)
     assert sums.queries == 16 * len(PICTURES.images_NCHW)
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong", "message"),
+    ("kind", "data", "message"),
     [
         ("lm", "", "the text is empty"),
         ("classes", [Example("abc", "on")], "did you mean 'one'"),
@@ -111,9 +111,9 @@ def test_attention_distance_of_patches_follows_from_the_weights() -> None:
         ("image", LabelledImages(PICTURES.images_NCHW[:1], ["four"]), "label"),
     ],
 )
-def test_mistakes(kind: str, wrong: Any, message: str) -> None:
+def test_unusable_data_is_refused(kind: str, data: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        task_batches(family(kind), wrong)
+        task_batches(family(kind), data)
 
 
 def test_links_need_a_source_and_an_output() -> None:
@@ -131,11 +131,13 @@ def test_files_are_read_for_the_task_of_the_run(tmp_path: Path) -> None:
 
     assert read("lm", "text.txt", 1) == TEXT + "\n" and read("masked", "text.txt", 9) == TEXT + "\n" + TEXT + "\n"
     assert read("classes", "labels.tsv", 1) == [Example("abc", "one")]
-    found = read("image", "images.npz", 2)
-    assert isinstance(found, LabelledImages) and len(found.images_NCHW) == 2 and found.labels == ["one", "two"]
+    data = read("image", "images.npz", 2)
+    assert isinstance(data, LabelledImages) and len(data.images_NCHW) == 2 and data.labels == ["one", "two"]
 
 
-def test_statisticsof_a_language_model_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_command_prints_statistics_of_a_language_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     family("lm").save(tmp_path / "run")
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     heads.command(str(tmp_path / "run"), str(tmp_path / "text.txt"), no_ablation=True)
@@ -146,7 +148,7 @@ def test_statisticsof_a_language_model_on_the_command_line(tmp_path: Path, capsy
     assert "induction" in json.loads(capsys.readouterr().out.splitlines()[0])
 
 
-def test_statisticsof_an_image_model_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_command_prints_statistics_of_an_image_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family("image").save(tmp_path / "run")
     np.savez(tmp_path / "images.npz", images=PICTURES.images_NCHW, labels=np.array(PICTURES.labels))
     heads.command(str(tmp_path / "run"), str(tmp_path / "images.npz"), json=True)

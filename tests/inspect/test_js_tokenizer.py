@@ -1,4 +1,4 @@
-"""The JavaScript tokenizer of the page and the one in Python give the same tokens for any text."""
+"""The tokenizer of the page in JavaScript gives the tokens of the tokenizer in Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXTS = (
     "tab\tline\nreturn\r\nno-break\u00a0space\u202fthin\u2009ideographic\u3000zero\u200bwidth\u200cnon\u200djoin",
     "  two   three ",
 )
-SPACES = "\x85\u00a0\u1680\u180e\u2028\u2029\u202f\u205f\u3000\ufeff"  # some of them only by name
+SPACES = "\x85\u00a0\u1680\u180e\u2028\u2029\u202f\u205f\u3000\ufeff"  # some are white space only by name
 ODD = SPACES + "\x00\x1c\x1f\x7f\u00ad\u200b\u200c\u200d\u2060\ufffd\uffff'_"
 MARKS = "\u0300\u0301\u0308\u0323\u0327\u0334\u0344\u0345\u05b0\u05bc\u05c1\u093c\u094d\u0f71\u0f73\u0f75\u0f81\u3099"
 RANGES = (
@@ -110,13 +110,13 @@ def same_library(kind: str, text: str) -> bool:
     return kind != "nfd" or normalizers.NFD().normalize_str(clean) == unicodedata.normalize("NFD", clean)
 
 
-def test_same_tokens_as_python(tmp_path: Path) -> None:
+def test_tokens_texts_and_pieces_equal_those_of_python(tmp_path: Path) -> None:
     random = Random(15)
     cases, expected = [], []
     for number, scheme in enumerate(SCHEMES):
-        learned = [*TEXTS, "\ufffd \ufffd", *(random_text(random) for _ in range(20))]
-        learned = [text.encode("utf-8", "replace").decode() for text in learned]
-        tokenizer = Tokenizer.train(scheme, learned, mask=number % 2 == 1)
+        corpus = [*TEXTS, "\ufffd \ufffd", *(random_text(random) for _ in range(20))]
+        corpus = [text.encode("utf-8", "replace").decode() for text in corpus]
+        tokenizer = Tokenizer.train(scheme, corpus, mask=number % 2 == 1)
         kind = scheme.partition(":")[0]
         texts = [*TEXTS, "", *(random_text(random) for _ in range(800))]
         texts += ["a" * 5000, "ab" * 3000 + " " * 3000, "< pad >< unk > < mask >", "__proto__ constructor 12 toString"]
@@ -137,37 +137,37 @@ def test_same_tokens_as_python(tmp_path: Path) -> None:
                 "special": sorted(tokenizer.special),
             }
         )
-    for asked, wanted, got in zip(cases, expected, answer(tmp_path / "cases.json", cases), strict=True):
+    for request, reference, output in zip(cases, expected, answer(tmp_path / "cases.json", cases), strict=True):
         for key, inputs in {"encoded": "texts", "unknown": "texts", "decoded": "sequences"}.items():
-            for text, right, made in zip(asked[inputs], wanted[key], got[key], strict=True):
-                assert right is None or made == right, f"{asked['kind']}: {key} of {text!r}"
-        assert got["pieces"] == wanted["pieces"], asked["kind"]
-        assert got["special"] == wanted["special"], asked["kind"]
+            for text, correct, actual in zip(request[inputs], reference[key], output[key], strict=True):
+                assert correct is None or actual == correct, f"{request['kind']}: {key} of {text!r}"
+        assert output["pieces"] == reference["pieces"], request["kind"]
+        assert output["special"] == reference["special"], request["kind"]
 
 
-def made(model: Any, kind: str) -> Tokenizer:
+def make_tokenizer(model: Any, kind: str) -> Tokenizer:
     library = Library(model)
     library.pre_tokenizer = pre_tokenizer(kind)
     return Tokenizer(library)
 
 
-def numbered(tokens: list[str]) -> dict[str, int]:
+def vocabulary_of(tokens: list[str]) -> dict[str, int]:
     return {token: index for index, token in enumerate([*SPECIALS[:-1], *dict.fromkeys([*byte_letters(), *tokens])])}
 
 
-def test_broken_utf8_is_shown_as_in_python(tmp_path: Path) -> None:
+def test_invalid_utf8_is_decoded_as_in_python(tmp_path: Path) -> None:
     random = Random(16)
     bytes_of_note = bytes.fromhex("00 41 7f 80 8f 90 9f a0 bb bf c0 c1 c2 df e0 e1 ed ee ef f0 f3 f4 f5 ff")
     letters = [byte_letters()[byte] for byte in bytes_of_note]
     tokens = ["".join(random.choices(letters, k=random.randint(2, 6))) for _ in range(3000)]
-    tokenizer = made(models.BPE(numbered(tokens), []), "bpe")
+    tokenizer = make_tokenizer(models.BPE(vocabulary_of(tokens), []), "bpe")
     sequences = [[random.randrange(tokenizer.size) for _ in range(random.randint(1, 3))] for _ in range(3000)]
-    [got] = answer(tmp_path / "cases.json", [case(tokenizer, [], sequences)])
-    assert got["decoded"] == [tokenizer.decode(ids) for ids in sequences]
-    assert got["pieces"] == tokenizer.pieces(range(tokenizer.size))
+    [output] = answer(tmp_path / "cases.json", [case(tokenizer, [], sequences)])
+    assert output["decoded"] == [tokenizer.decode(ids) for ids in sequences]
+    assert output["pieces"] == tokenizer.pieces(range(tokenizer.size))
 
 
-def test_pieces_that_compete(tmp_path: Path) -> None:
+def test_ties_between_pieces_are_resolved_as_in_python(tmp_path: Path) -> None:
     """Merges in random order, many with equal results; sums of scores that are equal or nearly equal."""
     random = Random(17)
     cases, expected = [], []
@@ -180,20 +180,20 @@ def test_pieces_that_compete(tmp_path: Path) -> None:
                 merges.append((left, right))
                 tokens = list(dict.fromkeys([*tokens, left + right]))
         random.shuffle(merges)
-        vocabulary = numbered(tokens)
+        vocabulary = vocabulary_of(tokens)
         if number % 2:
-            tokenizer = made(models.BPE(vocabulary, merges), "bpe")
+            tokenizer = make_tokenizer(models.BPE(vocabulary, merges), "bpe")
         else:
             scores = {token: random.choice((-0.1, -0.2, -0.3, -0.7)) * len(token) for token in vocabulary}
             pieces = [(token, 0.0 if token in SPECIALS else scores[token]) for token in vocabulary]
-            tokenizer = made(models.Unigram(pieces, unk_id=1, byte_fallback=False), "unigram")
+            tokenizer = make_tokenizer(models.Unigram(pieces, unk_id=1, byte_fallback=False), "unigram")
         cases.append(case(tokenizer, texts, []))
         expected.append(tokenizer.encode(texts))
     for asked, wanted, got in zip(cases, expected, answer(tmp_path / "cases.json", cases), strict=True):
         assert got["encoded"] == wanted, asked["kind"]
 
 
-def test_classes_of_characters_are_those_of_the_library() -> None:
+def test_character_classes_equal_those_of_the_library() -> None:
     """If this fails, the library has a newer Unicode; the message contains the new table for the module."""
     assigned = [*range(0xD800), *range(0xE000, 0x33500), *range(0xE0000, 0xE0200)]  # nothing but "-" elsewhere
     classes = bytearray(b"-" * 0x110000)
@@ -209,8 +209,8 @@ def test_classes_of_characters_are_those_of_the_library() -> None:
     for name, group in groupby(classes):
         length = len(list(group))
         table += ("" if length == 1 else base36(length)) + chr(name)
-    [found] = re.findall(r"CHARACTER_RUNS = `([^`]*)`", MODULE.read_text(encoding="utf-8"))
-    assert found.replace("\n", "") == table
+    [module_table] = re.findall(r"CHARACTER_RUNS = `([^`]*)`", MODULE.read_text(encoding="utf-8"))
+    assert module_table.replace("\n", "") == table
 
 
 def base36(number: int) -> str:
@@ -218,5 +218,5 @@ def base36(number: int) -> str:
     return (base36(number // 36) if number >= 36 else "") + digits[number % 36]
 
 
-def test_in_node() -> None:
+def test_javascript_unit_tests_pass() -> None:
     run_node("--test", JS_TESTS / "tokenizer.test.js")

@@ -1,4 +1,4 @@
-"""The script of the live page equals torch: outputs, scores, and all numbers of the views."""
+"""The script of the live page equals torch: outputs, scores and all numbers of the views."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def pair_run(kind: str) -> Run:
 
 
 @pytest.mark.parametrize("kind", [*STACKS, *RECURRENT])
-def test_pairs(kind: str) -> None:
+def test_traces_and_outputs_of_pairs_equal_torch(kind: str) -> None:
     run = pair_run(kind)
     example, longer = Example("abcab"), Example("dab ba cab")
     with opened(run, trace(run, example, run.codec.encode_target(["bcd"])[0])) as page:
@@ -99,7 +99,7 @@ def list_hypotheses(run: Run, examples: list[Example], options: Options) -> list
 
 
 @pytest.mark.parametrize("kind", ["lm", "lm-grouped", "lm-distances", "lm-near", "lm-reversible"])
-def test_language_models(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_and_outputs_of_language_models_equal_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "lm-near", ("xl-tiny", {"decoder": LITTLE | {"memory": 3, "reach": 2}}))
     reversible = LITTLE | {"residual": "reversible", "norm_at": "pre", "position": "rotary"}
     monkeypatch.setitem(FAMILIES, "lm-reversible", ("gpt-tiny", {"decoder": reversible, "tie_output": False}))
@@ -117,24 +117,24 @@ def test_language_models(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["masked", "classes", "vectors"])
-def test_encoders(kind: str) -> None:
+def test_traces_of_encoders_equal_torch(kind: str) -> None:
     run = sharpened(family(kind), 2.0, biases=True)
     with opened(run, trace_text(run, "abc")) as page:
         same_trace(page, trace_text(run, "dab ba"), {"source": "dab ba"}, [])
 
 
-def test_images() -> None:
+def test_traces_of_images_equal_torch() -> None:
     run = sharpened(family("image"), 2.0, biases=True)
     with opened(run, trace_image(run, picture())) as page:
         image = picture(5)
-        given = {"pixels": image.astype(float).ravel().tolist(), "name": "image"}
-        same_trace(page, trace_image(run, image), given, [])
+        request = {"pixels": image.astype(float).ravel().tolist(), "name": "image"}
+        same_trace(page, trace_image(run, image), request, [])
 
 
-def test_plain_javascript_agrees_with_simd() -> None:
+def test_plain_javascript_equals_simd() -> None:
     run = pair_run("rotary")
-    found = trace(run, Example("abcab"), run.codec.encode_target(["bcd"])[0])
-    with opened(run, found) as fast, opened(run, found, simd=False) as plain:
+    result = trace(run, Example("abcab"), run.codec.encode_target(["bcd"])[0])
+    with opened(run, result) as fast, opened(run, result, simd=False) as plain:
         assert fast.simd and not plain.simd
         a, b = (page.ask("generate", {"source": "cabba"}, {"strategy": "beam"}) for page in (fast, plain))
         assert [h["text"] for h in a["hypotheses"]] == [h["text"] for h in b["hypotheses"]]
@@ -143,7 +143,7 @@ def test_plain_javascript_agrees_with_simd() -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp16", "fp32"])
-def test_weights_are_what_the_page_holds(precision: Precision) -> None:
+def test_stored_weights_and_proof_match_the_page(precision: Precision) -> None:
     run = pair_run("sinusoid, post")
     weights = WeightPacker(precision)
     block = model_block(run, weights)
@@ -151,15 +151,15 @@ def test_weights_are_what_the_page_holds(precision: Precision) -> None:
     for name, x in run.model.named_parameters():
         limit = {"int8": x.abs().max() / 250, "fp16": x.abs().max() / 2000, "fp32": 0.0}[precision]
         assert (dict(stored.model.named_parameters())[name] - x).abs().max() <= limit
-    found = first_trace(stored, Example("abcab"))
-    assert prove(stored, block, found.page_data(), [Example("abcab")]).difference < 1e-4
+    result = first_trace(stored, Example("abcab"))
+    assert prove(stored, block, result.page_data(), [Example("abcab")]).difference < 1e-4
     if precision == "int8":
         with pytest.raises(UserError, match="not written: the page would answer"):
             other = sharpened(pair_run("sinusoid, post"), 2.0)
-            prove(other, model_block(run, WeightPacker("fp32")), found.page_data(), sample_sources(run, 4))
+            prove(other, model_block(run, WeightPacker("fp32")), result.page_data(), sample_sources(run, 4))
 
 
-def test_silenced_heads_are_ablated() -> None:
+def test_silenced_heads_equal_ablated_heads() -> None:
     from regard.nn.hooks import patch, without
 
     run = pair_run("rotary")
@@ -173,8 +173,8 @@ def test_silenced_heads_are_ablated() -> None:
         assert np.allclose([s.probability for s in ours], [s["probability"] for s in theirs], atol=1e-5)
 
 
-def given(run: Run, kind: str) -> tuple[Trace, dict[str, Any], list[int]]:
-    """An example of a task: its trace, and the input of the page."""
+def example_of(run: Run, kind: str) -> tuple[Trace, dict[str, Any], list[int]]:
+    """An example of a task: its trace, and the input and ids for the page."""
     if kind == "image":
         return trace_image(run, picture()), {"pixels": picture().astype(float).ravel().tolist(), "name": "image"}, []
     if kind in FAMILIES:
@@ -187,57 +187,61 @@ def given(run: Run, kind: str) -> tuple[Trace, dict[str, Any], list[int]]:
 @pytest.mark.parametrize(
     "kind", ["rotary", "pruned", "bahdanau additive", "lm", "lm-grouped", "classes", "masked", "image"]
 )
-def test_importance_of_heads_is_that_of_the_trace(kind: str) -> None:
+def test_importance_of_heads_equals_that_of_the_trace(kind: str) -> None:
     run = sharpened(family(kind), 2.0, biases=True) if kind in FAMILIES else pair_run(kind)
-    found, asked, ids = given(run, kind)
-    with opened(run, found) as page:
-        measured = page.ask("importance", asked, ids)
-        assert page.ask("trace", asked, ids)["steps"][0]["probability"] == pytest.approx(
-            found.steps[0].probability, abs=1e-4
+    result, request, ids = example_of(run, kind)
+    with opened(run, result) as page:
+        measured = page.ask("importance", request, ids)
+        assert page.ask("trace", request, ids)["steps"][0]["probability"] == pytest.approx(
+            result.steps[0].probability, abs=1e-4
         )
     theirs = {(each["map"], each["index"]): each["change"] for each in measured}
-    ours = {(name, index): change for name, lost in found.importance.items() for index, change in enumerate(lost)}
+    ours = {
+        (name, index): change for name, changes in result.importance.items() for index, change in enumerate(changes)
+    }
     assert theirs.keys() == ours.keys() and len(measured) == len(ours) > 0
     assert all(theirs[head] == pytest.approx(change, abs=1e-3) for head, change in ours.items())
     assert max(map(abs, ours.values())) > 0.01
 
 
-def test_a_model_that_predicts_nothing_has_nothing_to_explain() -> None:
+def test_model_without_predictions_has_no_explanations() -> None:
     run = family("vectors")
     with opened(run, trace_text(run, "abc")) as page:
         assert page.ask("importance", {"source": "abc"}, []) == []
         assert page.ask("attribution", {"source": "abc"}, []) is None
 
 
-@pytest.mark.parametrize("kind", ["alibi", "bahdanau additive"])  # smooth: a step may pass the corner of a relu
-def test_attribution_is_gradient_times_input(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["alibi", "bahdanau additive"]
+)  # smooth activations: a step may cross the kink of a ReLU
+def test_attribution_equals_gradient_times_input(kind: str) -> None:
     run = pair_run(kind)
     ids = run.codec.encode_target(["bcd"])[0]
-    found = trace(run, Example("abcab"), ids)
-    assert found.attribution is not None
-    with opened(run, found) as page:
+    result = trace(run, Example("abcab"), ids)
+    assert result.attribution is not None
+    with opened(run, result) as page:
         theirs = page.ask("attribution", {"source": "abcab"}, ids)
     assert (theirs["rows"], theirs["columns"]) == ("output", "source")
-    assert theirs["values"]["shape"] == [len(ids), len(found.tokens["source"])]
-    ours = found.attribution.values_TS.ravel()
+    assert theirs["values"]["shape"] == [len(ids), len(result.tokens["source"])]
+    ours = result.attribution.values_TS.ravel()
     assert np.allclose(theirs["values"]["values"], ours, atol=5e-3, rtol=2e-2)
     assert abs(ours).max() > 0.1
 
 
 @pytest.mark.parametrize("kind", ["lm", "classes", "masked", "image"])
-def test_attribution_of_other_tasks(kind: str) -> None:
+def test_attribution_of_other_tasks_equals_torch(kind: str) -> None:
     run = sharpened(family(kind), 2.0, biases=True)
-    found, asked, ids = given(run, kind)
-    assert found.attribution is not None
-    with opened(run, found) as page:
-        theirs = page.ask("attribution", asked, ids)
+    result, request, ids = example_of(run, kind)
+    assert result.attribution is not None
+    with opened(run, result) as page:
+        theirs = page.ask("attribution", request, ids)
     shape = theirs["values"]["shape"]
-    assert (found.attribution.rows, found.attribution.columns) == (theirs["rows"], theirs["columns"])
-    assert list(found.attribution.values_TS.shape) == shape
-    assert np.allclose(theirs["values"]["values"], found.attribution.values_TS.ravel(), atol=5e-3, rtol=2e-2)
+    assert (result.attribution.rows, result.attribution.columns) == (theirs["rows"], theirs["columns"])
+    assert list(result.attribution.values_TS.shape) == shape
+    assert np.allclose(theirs["values"]["values"], result.attribution.values_TS.ravel(), atol=5e-3, rtol=2e-2)
 
 
-def test_prefix_forbidden_and_next_tokens() -> None:
+def test_prefix_forbidden_and_next_tokens_equal_torch() -> None:
     run = pair_run("rotary")
     ids = run.codec.encode_target(["bcd"])[0]
     with opened(run, trace(run, Example("abcab"), ids)) as page:
@@ -246,8 +250,8 @@ def test_prefix_forbidden_and_next_tokens() -> None:
         [ours] = list_hypotheses(run, [Example("abcab")], options)
         assert [h.tokens[1] for h in ours] == [x["token"] for x in best]
         prefix = [ids[0], best[1]["id"]]
-        found = page.ask("generate", {"source": "abcab"}, {"prefix": prefix, "maxLength": 12})["hypotheses"][0]
-        assert found["ids"][:2] == prefix and found["text"] == ours[1].text
+        hypothesis = page.ask("generate", {"source": "abcab"}, {"prefix": prefix, "maxLength": 12})["hypotheses"][0]
+        assert hypothesis["ids"][:2] == prefix and hypothesis["text"] == ours[1].text
         without = page.ask("generate", {"source": "abcab"}, {"prefix": ids[:1], "forbid": [best[0]["id"]]})
         assert best[0]["id"] not in without["hypotheses"][0]["ids"][1:]
 
@@ -257,8 +261,8 @@ def test_sampling_depends_on_the_seed_and_on_probabilities() -> None:
     with opened(run, trace_text(run, "abc")) as page:
 
         def draw(seed: int, **options: Any) -> list[list[int]]:
-            given = {"strategy": "sample", "seed": seed, "nbest": 300, "maxLength": 1, **options}
-            return [h["ids"] for h in page.ask("generate", {"source": "ab"}, given)["hypotheses"]]
+            settings = {"strategy": "sample", "seed": seed, "nbest": 300, "maxLength": 1, **options}
+            return [h["ids"] for h in page.ask("generate", {"source": "ab"}, settings)["hypotheses"]]
 
         assert draw(1) == draw(1) != draw(2)
         assert len({tuple(x) for x in draw(3, topK=2)}) <= 2
@@ -267,7 +271,7 @@ def test_sampling_depends_on_the_seed_and_on_probabilities() -> None:
         assert abs(share - best["probability"]) < 4 * math.sqrt(best["probability"] * (1 - best["probability"]) / 300)
 
 
-def test_problems_are_told() -> None:
+def test_invalid_requests_return_the_problem() -> None:
     run = letters(position="learned", max_length=8)
     with opened(run, trace(run, Example("abc"), run.codec.encode_target(["b"])[0])) as page:
         assert "Type something" in page.ask("generate", {"source": "  "}, {})["problem"]
@@ -285,7 +289,7 @@ def with_features() -> Run:
     return sharpened(Run(config, codec, Model(config).eval(), Path("runs/features")), 2.0, biases=True)
 
 
-def test_features_and_two_vocabularies() -> None:
+def test_features_and_two_vocabularies_equal_torch() -> None:
     run = with_features()
     example = Example("dab", features="V;PST")
     ids = run.codec.encode_target(["cab"])[0]
@@ -297,7 +301,7 @@ def test_features_and_two_vocabularies() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pairs", "lm", "classes", "masked", "image", "features"])
-def test_page_is_written_and_proven(kind: str, tmp_path: Path) -> None:
+def test_page_is_written_with_a_proof(kind: str, tmp_path: Path) -> None:
     run = {"pairs": letters, "features": with_features}.get(kind, lambda: family(kind))()
     report = write_live_page(run, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text("utf-8")
@@ -306,7 +310,7 @@ def test_page_is_written_and_proven(kind: str, tmp_path: Path) -> None:
     assert 'id="model"' in text and "wasm-unsafe-eval" in text
 
 
-def test_refused(tmp_path: Path) -> None:
+def test_unsupported_and_broken_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="LSH"):
         live_page(family("lm-hashed"))
     run = letters()

@@ -30,18 +30,20 @@ def pairs() -> Run:
 CONTENT = ".links .word, .figure, .steps tr, .lens .cell, .thumb, .spot, .walk *, .strip"
 
 
-def test_few_presses_of_tab_lead_to_the_content(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_content_is_reached_by_at_most_twelve_tab_presses(
+    browser: chromium.Chromium, pairs: Run, tmp_path: Path
+) -> None:
     open_page(browser, pairs, tmp_path)
     for name in browser.run(TABS):
         browser.click(f"#tab-{name}")
-        browser.run("document.querySelector('.field').focus()")  # from the input on
+        browser.run("document.querySelector('.field').focus()")  # start at the input
         inside = f"document.activeElement.matches({CONTENT!r}) || document.activeElement.closest('.save')"
         presses = 0
         while not browser.run(inside):
             browser.key("Tab")
             presses += 1
             if name == "walk" and browser.run("document.activeElement.closest('[aria-label=numbers]')"):
-                break  # its cards follow, which are text
+                break  # the cards that follow are text
             assert presses <= 12, (name, browser.run("document.activeElement.outerHTML.slice(0, 90)"))
         assert presses >= 3
     unnamed = browser.run(
@@ -53,22 +55,22 @@ def test_few_presses_of_tab_lead_to_the_content(browser: chromium.Chromium, pair
 
 
 def hebrew() -> Run:
-    """An inflection run: leading features, right to left."""
+    """An inflection run with leading features and right-to-left text."""
     words = ["שלום", "ספר", "מלך", "ילד", "כתב"]
     tokenizer = Tokenizer.train("char", words)
     codec = Codec(tokenizer, tokenizer, features=("V", "PST", "PL"), columns=("source", "features", "target"))
     torch.manual_seed(2)
-    little = {"layers": 2, "width": 16, "heads": 4, "ff": 32}
+    small = {"layers": 2, "width": 16, "heads": 4, "ff": 32}
     config = preset(
         "transformer-tiny",
         source_vocab=codec.source_vocab,
         target_vocab=codec.target_vocab,
-        changes={"encoder": little, "decoder": little},
+        changes={"encoder": small, "decoder": small},
     )
     return sharpened(Run(config, codec, Model(config).eval(), Path("runs/hebrew")))
 
 
-def test_right_to_left_with_features(browser: chromium.Chromium, tmp_path: Path) -> None:
+def test_right_to_left_text_with_features_is_laid_out_and_answered(browser: chromium.Chromium, tmp_path: Path) -> None:
     run = hebrew()
     open_page(browser, run, tmp_path, "alignment", source="ספר", features="V;PST")
     browser.run("(() => { const f = document.querySelector('.field'); f.focus(); f.select(); })()")
@@ -78,8 +80,8 @@ def test_right_to_left_with_features(browser: chromium.Chromium, tmp_path: Path)
     places = "Array.from({}, n => n.getBoundingClientRect().left)"
     columns = browser.run(places.format("document.querySelector('.words').children"))
     assert len(columns) == 6 and columns == sorted(columns, reverse=True)
-    written = browser.run(places.format(f"{OUTPUT}.querySelectorAll('.token:not(.special)')"))
-    assert written == sorted(written, reverse=True)
+    output_places = browser.run(places.format(f"{OUTPUT}.querySelectorAll('.token:not(.special)')"))
+    assert output_places == sorted(output_places, reverse=True)
     assert browser.run("getComputedStyle(document.querySelector('.field')).direction") == "rtl"
     enter(browser, "V;P", 1)
     options = browser.run("Array.from(document.querySelectorAll('datalist option'), n => n.value)")
@@ -100,7 +102,7 @@ CLEAN = """
 """  # noqa: E501
 
 
-def test_five_hundred_payloads_stay_text(browser: chromium.Chromium, tmp_path: Path) -> None:
+def test_five_hundred_html_payloads_remain_text(browser: chromium.Chromium, tmp_path: Path) -> None:
     """As input, vocabulary tokens, features, run name, and address."""
     tokens = sorted({part for payload in PAYLOADS for part in payload.split()})
     tokenizer = Tokenizer.train("space", tokens)
@@ -136,7 +138,7 @@ def test_five_hundred_payloads_stay_text(browser: chromium.Chromium, tmp_path: P
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_a_phone(browser: chromium.Chromium, pairs: Run, tmp_path: Path, dark: bool) -> None:
+def test_page_fits_the_width_of_a_phone(browser: chromium.Chromium, pairs: Run, tmp_path: Path, dark: bool) -> None:
     browser.resize(320, 640)
     open_page(browser, pairs, tmp_path, dark=dark, source="abcab" * 6)
     browser.click(".wishes summary")
@@ -150,7 +152,7 @@ def test_it_fits_a_phone(browser: chromium.Chromium, pairs: Run, tmp_path: Path,
     assert complaints(browser) == []
 
 
-def test_paper_has_the_answer_and_no_controls(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_printed_page_has_the_output_and_no_controls(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path, dark=True)
     enter(browser, "dab")
     browser.until("document.querySelector('.pair').textContent.includes('dab')")
@@ -171,9 +173,7 @@ def test_paper_has_the_answer_and_no_controls(browser: chromium.Chromium, pairs:
     assert complaints(browser) == []
 
 
-def test_a_model_that_cannot_be_run_leaves_the_stored_page(
-    browser: chromium.Chromium, pairs: Run, tmp_path: Path
-) -> None:
+def test_stored_trace_is_shown_if_the_model_cannot_run(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     data = first_trace(pairs, Example("abcab")).page_data()
     path.write_text(render_page(data, {"task": "pairs"}), encoding="utf-8")

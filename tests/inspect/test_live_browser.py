@@ -21,7 +21,7 @@ def pairs() -> Run:
     return sharpened(letters())
 
 
-def test_typing_computes_what_regard_generates(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_typed_text_gives_the_outputs_of_generate(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path, "alignment")
     for source in ("dabba", "cab ab", "bdca"):
         enter(browser, source)
@@ -36,7 +36,7 @@ def test_typing_computes_what_regard_generates(browser: chromium.Chromium, pairs
     assert complaints(browser) == []
 
 
-def test_views_follow_every_key(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_views_update_after_every_key(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     """The views update without a pause in typing; bench/page.py measures the time."""
     open_page(browser, pairs, tmp_path, "alignment", source="abcab" * 6)
     script = """
@@ -53,9 +53,7 @@ def test_views_follow_every_key(browser: chromium.Chromium, pairs: Run, tmp_path
     assert complaints(browser) == []
 
 
-def test_what_is_drawn_again_is_drawn_on_the_same_canvases(
-    browser: chromium.Chromium, pairs: Run, tmp_path: Path
-) -> None:
+def test_redrawing_reuses_the_canvases(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path, "model")
     browser.run("document.querySelectorAll('#panel canvas').forEach((node, i) => { node.number = i; })")
     pictures = "Array.from(document.querySelectorAll('#panel canvas'), node => node.toDataURL()).join()"
@@ -65,21 +63,21 @@ def test_what_is_drawn_again_is_drawn_on_the_same_canvases(
     assert browser.run("Array.from(document.querySelectorAll('#panel canvas'), node => node.number)") == list(range(24))
     after = browser.run(pictures)
     assert after != before
-    open_page(browser, pairs, tmp_path, "model", source="dabcab")  # drawn anew, it looks the same
+    open_page(browser, pairs, tmp_path, "model", source="dabcab")  # a new page has the same pictures
     assert browser.run(pictures) == after
     assert complaints(browser) == []
 
 
-def test_an_alternative_is_chosen_and_forced(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_selected_alternative_is_forced(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path)
     best = decoded(pairs, "abcab", beam=5)[0]
     browser.until(f"{TOKENS}.startsWith({json.dumps(shown(best.text))})")
     browser.click(".token", 1)
     browser.until("document.querySelectorAll('.alternative').length > 3")
-    found = trace(pairs, Example("abcab"), list(best.ids))
-    offered = browser.run("Array.from(document.querySelectorAll('.alternative bdi'), n => n.textContent)")
-    candidates = [c.token for c in found.steps[1].candidates if c.token not in ("<sos>", "<pad>", "⁇")]
-    assert offered[: len(candidates)] == [shown(token) for token in candidates]
+    result = trace(pairs, Example("abcab"), list(best.ids))
+    alternatives = browser.run("Array.from(document.querySelectorAll('.alternative bdi'), n => n.textContent)")
+    candidates = [c.token for c in result.steps[1].candidates if c.token not in ("<sos>", "<pad>", "⁇")]
+    assert alternatives[: len(candidates)] == [shown(token) for token in candidates]
     assert browser.run("document.activeElement.className") == "alternative"
     browser.key("ArrowRight")
     other = browser.run("document.activeElement.querySelector('bdi').textContent")
@@ -102,7 +100,7 @@ def test_an_alternative_is_chosen_and_forced(browser: chromium.Chromium, pairs: 
     assert complaints(browser) == []
 
 
-def test_a_beginning_is_typed_and_tokens_are_forbidden(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_forced_prefix_and_forbidden_tokens_are_obeyed(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path)
     browser.click(".wishes summary")
     browser.run("document.querySelector('[aria-label=\"forced beginning\"]').focus()")
@@ -113,7 +111,7 @@ def test_a_beginning_is_typed_and_tokens_are_forbidden(browser: chromium.Chromiu
     browser.until(f"{TOKENS}.startsWith({json.dumps(shown(expected))})")
     enter(browser, "dab")
     expected = decoded(pairs, "dab", beam=5, prefix="dd")[0].text
-    browser.until(f"{TOKENS}.startsWith({json.dumps(shown(expected))})")  # what was typed holds for any input
+    browser.until(f"{TOKENS}.startsWith({json.dumps(shown(expected))})")  # the prefix also applies to other inputs
     browser.run("document.querySelector('[aria-label=\"forbidden tokens\"]').focus()")
     browser.write("ab")
     browser.key("Enter")
@@ -124,7 +122,7 @@ def test_a_beginning_is_typed_and_tokens_are_forbidden(browser: chromium.Chromiu
     assert complaints(browser) == []
 
 
-def test_another_hypothesis_is_looked_at(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_other_hypotheses_can_be_selected(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path, "output")
     browser.until("document.querySelectorAll('.hypothesis').length === 5")
     second = decoded(pairs, "abcab", beam=5, nbest=5)[1]
@@ -135,12 +133,12 @@ def test_another_hypothesis_is_looked_at(browser: chromium.Chromium, pairs: Run,
     browser.until("location.hash.includes('hypothesis=2')")
 
 
-def test_sampling_by_temperature_and_seed(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_samples_depend_on_seed_and_temperature(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path)
     browser.click(".wishes summary")
     browser.click("[aria-label=search] button", 2)
     texts = "Array.from(document.querySelectorAll('.hypothesis bdi'), n => n.textContent).join('|')"
-    settle(browser)  # the address may follow before: it waits for what was shown last, not for what was asked
+    settle(browser)  # the address may change before the output of this request
     first = browser.run(texts)
     browser.until("location.hash.includes('search=sample')")
     browser.click("[aria-label=seed] ~ .quiet")
@@ -159,7 +157,7 @@ def test_sampling_by_temperature_and_seed(browser: chromium.Chromium, pairs: Run
     assert "temperature 0.1" in browser.run("document.querySelector('.wishes summary').textContent")
 
 
-def test_unknown_tokens_and_problems_are_told(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_status_shows_unknown_tokens_and_problems(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path)
     status = "document.querySelector('.bar-top .status').textContent"
     enter(browser, "axby")
@@ -182,7 +180,7 @@ SCORE = f"Number({OUTPUT}.querySelector('.score').textContent.replace('−', '-'
 SILENCE = "Array.from(document.querySelectorAll('#panel .toggle')).find(n => /this head/.test(n.textContent))"
 
 
-def test_a_silenced_head_changes_the_output_at_once(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_silenced_head_changes_the_output_immediately(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path, "heads")
     before, score = browser.run(TOKENS), browser.run(SCORE)
     browser.click("[aria-label=head] button", 1)
@@ -237,7 +235,7 @@ def test_two_inputs_are_compared(browser: chromium.Chromium, pairs: Run, tmp_pat
         assert browser.run("document.querySelectorAll('.compared > div').length") == 2
         assert browser.run("document.documentElement.scrollWidth <= window.innerWidth"), name
     browser.click("#tab-heads")
-    assert browser.run("document.querySelectorAll('[aria-label=head]').length") == 1, "controls stand once"
+    assert browser.run("document.querySelectorAll('[aria-label=head]').length") == 1, "controls are not duplicated"
     browser.click("[aria-label=head] button", 2)
     pressed = "document.querySelector('[aria-label=head] [aria-pressed=true]').textContent"
     assert browser.run(pressed) == "2"
@@ -248,7 +246,7 @@ def test_two_inputs_are_compared(browser: chromium.Chromium, pairs: Run, tmp_pat
     assert complaints(browser) == []
 
 
-def test_a_language_model_goes_on(browser: chromium.Chromium, tmp_path: Path) -> None:
+def test_language_model_output_can_be_extended(browser: chromium.Chromium, tmp_path: Path) -> None:
     run = sharpened(family("lm"), 1.5)
     open_page(browser, run, tmp_path, "output")
     enter(browser, "cab")
@@ -266,7 +264,7 @@ def test_a_language_model_goes_on(browser: chromium.Chromium, tmp_path: Path) ->
     assert complaints(browser) == []
 
 
-def test_classes_are_bars(browser: chromium.Chromium, tmp_path: Path) -> None:
+def test_class_probabilities_are_shown_as_bars(browser: chromium.Chromium, tmp_path: Path) -> None:
     run = sharpened(family("classes"), 2.0)
     open_page(browser, run, tmp_path, "heads")
     enter(browser, "dab ba")
@@ -282,7 +280,7 @@ def test_classes_are_bars(browser: chromium.Chromium, tmp_path: Path) -> None:
     assert complaints(browser) == []
 
 
-def test_masked_tokens_are_predicted(browser: chromium.Chromium, tmp_path: Path) -> None:
+def test_masked_model_shows_a_prediction_per_token(browser: chromium.Chromium, tmp_path: Path) -> None:
     run = sharpened(family("masked"), 2.0)
     open_page(browser, run, tmp_path)
     enter(browser, "dab")
@@ -305,7 +303,7 @@ def test_two_images_are_compared(browser: chromium.Chromium, tmp_path: Path) -> 
     open_page(browser, sharpened(family("image"), 2.0), tmp_path, "image")
     texts = "Array.from(document.querySelectorAll('.output'), n => n.textContent)"
     (stored,) = browser.run(texts)
-    assert "%" in stored, "the stored image is answered, too"
+    assert "%" in stored, "the stored image is classified as well"
     browser.click(".tools .quiet")  # compare
     browser.until("document.querySelectorAll('.pad').length === 2")
     assert browser.run(texts) == [stored, stored]
@@ -327,7 +325,7 @@ def test_two_images_are_compared(browser: chromium.Chromium, tmp_path: Path) -> 
     assert complaints(browser) == []
 
 
-def test_an_image_is_drawn_or_dropped(browser: chromium.Chromium, tmp_path: Path) -> None:
+def test_drawn_and_dropped_images_are_classified(browser: chromium.Chromium, tmp_path: Path) -> None:
     run = sharpened(family("image"), 2.0)
     open_page(browser, run, tmp_path, "image")
     x, y = browser.spot(".pad canvas")

@@ -1,4 +1,4 @@
-"""The script of the live page computes every family and every supported setting."""
+"""The script of the live page equals torch for every preset and every supported setting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HASHED = [name for name in PRESETS if any(stack.get("mixer") == "lsh" for stack 
 
 
 def small(name: str) -> Run:
-    """A run of a family, small in every dimension that does not define it."""
+    """A small run of a preset; values that define the family are unchanged."""
     changes: dict[str, Any] = {}
     for side in ("encoder", "decoder"):
         if stack := PRESETS[name].get(side):
@@ -58,7 +58,7 @@ def small(name: str) -> Run:
 
 
 def example(run: Run, text: str) -> tuple[Trace, dict[str, Any], list[int]]:
-    """A trace, and the same request to the page."""
+    """A trace, and the same input and ids for the page."""
     if run.task.reads == "images":
         return trace_image(run, picture()), {"pixels": picture().astype(float).ravel().tolist(), "name": "image"}, []
     ids = []
@@ -68,7 +68,7 @@ def example(run: Run, text: str) -> tuple[Trace, dict[str, Any], list[int]]:
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in HASHED])
-def test_every_family(name: str) -> None:
+def test_page_equals_torch_for_every_preset(name: str) -> None:
     run = small(name)
     first, _, _ = example(run, "abc")
     with opened(run, first) as page:
@@ -83,7 +83,7 @@ def test_hashed_attention_is_refused(name: str) -> None:
         require_supported(Run(model.config, Codec(tokenizer, tokenizer), model, Path("runs/hashed")))
 
 
-def test_every_value_of_a_setting_is_compared() -> None:
+def test_compared_models_cover_every_value_of_a_setting() -> None:
     stacks = [*STACKS.values(), *(stack for _, stack in RECURRENT.values())]
     presets = [stack for name in PRESETS if name not in HASHED for stack in stacks_of(name)]
 
@@ -96,19 +96,19 @@ def test_every_value_of_a_setting_is_compared() -> None:
     assert values("norm") | {"layer"} == {"layer", "rms"} and values("norm_at") == {"pre", "post"}
 
 
-def test_a_page_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_with_wrong_answers_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An existing file is left unchanged."""
     run = small("transformer-tiny")
     path = tmp_path / "page.html"
     path.write_text("before", encoding="utf-8")
-    whole = live.model_block
+    original = live.model_block
 
-    def wrong(*arguments: Any, **options: Any) -> dict[str, Any]:
-        block = whole(*arguments, **options)
+    def wrong_block(*arguments: Any, **options: Any) -> dict[str, Any]:
+        block = original(*arguments, **options)
         block["config"]["decoder"]["norm_eps"] = 0.5
         return block
 
-    monkeypatch.setattr(live, "model_block", wrong)
+    monkeypatch.setattr(live, "model_block", wrong_block)
     with pytest.raises(UserError, match="not written: the page would answer"):
         write_live_page(run, path)
     assert path.read_text("utf-8") == "before" and [each.name for each in tmp_path.iterdir()] == ["page.html"]

@@ -30,29 +30,29 @@ PANEL = (
 
 
 @pytest.mark.parametrize("kind", ["pairs", "rnn-luong", "lm", "classes", "masked"])
-def test_every_view_of_a_typed_text_is_that_of_a_page_opened_with_it(
+def test_views_of_a_typed_text_equal_those_of_a_page_opened_with_it(
     browser: chromium.Chromium, kind: str, tmp_path: Path
 ) -> None:
     run = sharpened(letters() if kind == "pairs" else letters(kind) if kind.startswith("rnn") else family(kind), 2.0)
     open_page(browser, run, tmp_path, source="dab")
     names = browser.run(TABS)
-    opened = {}
+    panels = {}
     for name in names:
         browser.click(f"#tab-{name}")
-        opened[name] = browser.run(PANEL)
+        panels[name] = browser.run(PANEL)
     open_page(browser, run, tmp_path, source="abcab")
     for name in names:
         enter(browser, "abcab")
         settle(browser)
         browser.click(f"#tab-{name}")
-        assert browser.run(PANEL) != opened[name] or name == "position"
+        assert browser.run(PANEL) != panels[name] or name == "position"
         enter(browser, "dab")
         settle(browser)
-        assert browser.run(PANEL) == opened[name], name
+        assert browser.run(PANEL) == panels[name], name
     assert len(names) >= 5 and complaints(browser) == []
 
 
-def test_a_link_points_at_a_thing(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_address_restores_the_view_and_the_request(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     path = open_page(browser, pairs, tmp_path, "heads")
     enter(browser, "dabba")
     settle(browser)
@@ -98,7 +98,7 @@ NONSENSE = [
 ]
 
 
-def test_nonsense_in_an_address_does_no_harm(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_invalid_addresses_are_ignored(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     path = open_page(browser, pairs, tmp_path)
     for address in NONSENSE:
         browser.open(path.as_uri() + address)
@@ -115,14 +115,14 @@ CATCH = """
 """
 
 
-def test_figures_are_saved(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_figures_are_saved_as_svg_and_png(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path, dark=True)
     browser.run(CATCH)
     counts = {"overview": 1, "alignment": 2, "heads": 2, "model": 3, "attribution": 2, "position": 1}
-    for name, least in counts.items():
+    for name, minimum in counts.items():
         browser.click(f"#tab-{name}")
         groups = browser.run("document.querySelectorAll('#panel .save').length")
-        assert groups >= least, name
+        assert groups >= minimum, name
         browser.run("document.querySelectorAll('#panel .save button').forEach(b => b.click())")
         browser.until(f"window.saved.length === {2 * groups}")
         texts = browser.run("Promise.all(window.saved.filter(b => b.type === 'image/svg+xml').map(b => b.text()))")
@@ -143,7 +143,7 @@ def test_figures_are_saved(browser: chromium.Chromium, pairs: Run, tmp_path: Pat
     assert complaints(browser) == []
 
 
-def test_a_saved_figure_arrives(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_saved_figures_are_downloaded(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path, "alignment")
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -161,7 +161,7 @@ def test_a_saved_figure_arrives(browser: chromium.Chromium, pairs: Run, tmp_path
     assert (folder / names[1]).read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_heads_at_once(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_several_heads_can_be_selected(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path, "heads")
     browser.click("[aria-label=head] button", 1)
     x, y = browser.spot("[aria-label=head] button", 3)
@@ -176,7 +176,7 @@ def test_several_heads_at_once(browser: chromium.Chromium, pairs: Run, tmp_path:
     message = browser.run("document.querySelector('.read').textContent")
     assert "(head 1)" in message and "(head 3)" in message
     assert "head=1%2C3" in browser.run("location.hash")
-    browser.click("#panel .toggle")  # one again
+    browser.click("#panel .toggle")  # back to a single head
     assert browser.run(legend) == []
     assert complaints(browser) == []
 
@@ -190,25 +190,25 @@ def subwords() -> Run:
     return sharpened(Run(model.config, codec, model, Path("runs/pieces")))
 
 
-def test_pieces_are_grouped_to_words(browser: chromium.Chromium, tmp_path: Path) -> None:
+def test_subword_pieces_are_grouped_into_words(browser: chromium.Chromium, tmp_path: Path) -> None:
     run, text = subwords(), "the tact artist"
-    found = trace(run, Example(text), run.codec.encode_target(["sat at"])[0])
+    result = trace(run, Example(text), run.codec.encode_target(["sat at"])[0])
     path = tmp_path / "page.html"
-    path.write_text(found.to_html(), encoding="utf-8")
+    path.write_text(result.to_html(), encoding="utf-8")
     browser.open(path)
     browser.click("#tab-heads")
     browser.click("[aria-label=attention] button", 0)
-    starts = [i for i, token in enumerate(found.tokens["source"]) if i == 0 or token[0] == " " or token == "<eos>"]
-    assert 1 < len(starts) < len(found.tokens["source"])
+    starts = [i for i, token in enumerate(result.tokens["source"]) if i == 0 or token[0] == " " or token == "<eos>"]
+    assert 1 < len(starts) < len(result.tokens["source"])
     words = "Array.from(document.querySelectorAll('.columns > div:first-child .word'), n => n.textContent)"
-    assert len(browser.run(words)) == len(found.tokens["source"])
+    assert len(browser.run(words)) == len(result.tokens["source"])
     browser.run("Array.from(document.querySelectorAll('.toggle')).find(n => n.textContent === 'words').click()")
     assert browser.run(words) == ["the", "␣tact", "␣artist", "<eos>"]
     browser.run("document.querySelector('.figure').focus()")
     for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
         browser.key(key)
-    weights = [m for m in found.maps if m.kind == "encoder"][-1].weights_HTS.mean(0)
-    ends = [*starts[1:], len(found.tokens["source"])]
+    weights = [m for m in result.maps if m.kind == "encoder"][-1].weights_HTS.mean(0)
+    ends = [*starts[1:], len(result.tokens["source"])]
     expected = weights[starts[1] : ends[1], starts[1] : ends[1]].sum(1).mean()
     assert float(browser.run("document.querySelector('.read').textContent").split()[-1]) == pytest.approx(
         expected, abs=6e-3
@@ -218,7 +218,7 @@ def test_pieces_are_grouped_to_words(browser: chromium.Chromium, tmp_path: Path)
     assert complaints(browser) == []
 
 
-def test_whole_vectors_are_pictures(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_whole_vectors_are_shown_as_pictures(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path, "walk")
     assert browser.run("document.querySelectorAll('.pictures').length") == 0
     browser.click("[aria-label=numbers] button", 1)
@@ -232,34 +232,34 @@ def test_whole_vectors_are_pictures(browser: chromium.Chromium, pairs: Run, tmp_
     assert complaints(browser) == []
 
 
-def test_attribution_stands_beside_attention(browser: chromium.Chromium, tmp_path: Path) -> None:
+def test_attribution_view_shows_attribution_and_attention(browser: chromium.Chromium, tmp_path: Path) -> None:
     run = sharpened(letters(position="alibi", activation="gelu"), 2.0)
     texts = ("".join(letters_) for letters_ in itertools.product("abcd", repeat=3))
     source = next(text for text in texts if 3 <= len(decoded(run, text, beam=5)[0].ids) < 30)
     open_page(browser, run, tmp_path, "attribution", source=source)
     assert "neither is an explanation" in browser.run("document.querySelector('#panel p').textContent")
     best = decoded(run, source, beam=5)[0]
-    found = trace(run, Example(source), list(best.ids)).attribution
-    assert found is not None
+    result = trace(run, Example(source), list(best.ids)).attribution
+    assert result is not None
     browser.run("document.querySelector('.figure').focus()")
     for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
         browser.key(key)
     message = browser.run("document.querySelector('.read').textContent")
-    assert float(message.split()[-1].replace("−", "-")) == pytest.approx(found.values_TS[1, 1], abs=0.02)
-    assert ("speaks for" in message) == (found.values_TS[1, 1] >= 0)
+    assert float(message.split()[-1].replace("−", "-")) == pytest.approx(result.values_TS[1, 1], abs=0.02)
+    assert ("speaks for" in message) == (result.values_TS[1, 1] >= 0)
     assert browser.run("document.querySelectorAll('.read')[1].textContent").count("attends to") == 1
     enter(browser, "dab")
     browser.until("document.querySelectorAll('.figure')[0].getAttribute('aria-label').includes('Attribution')")
     assert complaints(browser) == []
 
 
-def test_the_overview_leads_everywhere(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+def test_overview_links_to_the_other_views(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path)
     assert browser.run(TABS)[0] == "overview"
     heads = 6 * 4
     assert browser.run("document.querySelectorAll('.spot .gauge').length") == heads
     wide = "Array.from(document.querySelectorAll('.gauge i')).filter(n => parseFloat(n.style.width) > 0).length"
-    browser.until(f"{wide} > {heads // 4}")  # importance, while nothing else happens
+    browser.until(f"{wide} > {heads // 4}")  # importance is computed while the page is idle
     browser.until(
         "Array.from(document.querySelectorAll('.spot .gauge')).every(n => /loses|gains/.test(n.parentNode.title))"
     )

@@ -1,3 +1,5 @@
+"""The HTML page of a trace: one file, content security policy, escaping, packed numbers, bundled script."""
+
 from __future__ import annotations
 
 import base64
@@ -65,22 +67,22 @@ def read(text: str) -> Reader:
 
 
 @pytest.fixture(scope="module")
-def found() -> Trace:
+def trace_result() -> Trace:
     run = letters()
     return trace(run, Example("abcab"), run.codec.encode_target(["bcd"])[0])
 
 
-def with_tokens(found: Trace, token: str) -> Trace:
-    """The same trace with one text in every place that can hold text from outside."""
-    candidate = found.steps[0].candidates[0]._replace(token=token)
-    step = replace(found.steps[0], token=token, candidates=(candidate,))
+def with_tokens(trace_result: Trace, token: str) -> Trace:
+    """The trace with one text in all fields that can contain untrusted text."""
+    candidate = trace_result.steps[0].candidates[0]._replace(token=token)
+    step = replace(trace_result.steps[0], token=token, candidates=(candidate,))
     return replace(
-        found,
+        trace_result,
         title=token,
         facts={token: token},
         texts={"source": token, "output": token},
-        tokens={name: (token,) * len(tokens) for name, tokens in found.tokens.items()},
-        steps=(step,) * len(found.steps),
+        tokens={name: (token,) * len(tokens) for name, tokens in trace_result.tokens.items()},
+        steps=(step,) * len(trace_result.steps),
         notes=(Note("method", token),),
     )
 
@@ -89,8 +91,8 @@ def structure(text: str) -> list[tuple[str, dict[str, str | None]]]:
     return read(text).elements
 
 
-def test_the_page_is_one_file_without_links(found: Trace) -> None:
-    text = found.to_html()
+def test_page_is_one_file_without_links(trace_result: Trace) -> None:
+    text = trace_result.to_html()
     names = [name for name, _ in structure(text)]
     assert names.count("script") == 2
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(names)
@@ -100,8 +102,8 @@ def test_the_page_is_one_file_without_links(found: Trace) -> None:
     assert set(outside) <= {"http://www.w3.org/2000/svg"}
 
 
-def test_the_policy_allows_this_script_and_nothing_else(found: Trace) -> None:
-    text = found.to_html()
+def test_policy_allows_only_the_script_and_style_of_the_page(trace_result: Trace) -> None:
+    text = trace_result.to_html()
     (policy,) = [a["content"] for _, a in structure(text) if a.get("http-equiv") == "Content-Security-Policy"]
     script = re.findall(r"<script>(.*?)</script>", text, re.S)[0]
     style = re.findall(r"<style>(.*?)</style>", text, re.S)[0]
@@ -111,92 +113,92 @@ def test_the_policy_allows_this_script_and_nothing_else(found: Trace) -> None:
     assert policy is not None and "unsafe" not in policy and policy.startswith("default-src 'none'")
 
 
-def test_a_page_with_a_model_may_compile_webassembly(found: Trace) -> None:
+def test_policy_of_a_page_with_a_model_allows_webassembly(trace_result: Trace) -> None:
     model = {"name": "</script><script>alert(1)</script>", "bytes": "AAAA"}
-    text = render_page(found.page_data(), model)
+    text = render_page(trace_result.page_data(), model)
     (policy,) = [a["content"] for _, a in structure(text) if a.get("http-equiv") == "Content-Security-Policy"]
     script = re.findall(r"<script>(.*?)</script>", text, re.S)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy is not None and f"script-src 'sha256-{digest}' 'wasm-unsafe-eval';" in policy
-    assert "unsafe-eval'" not in found.to_html() and "makeEngine" not in found.to_html()
+    assert "unsafe-eval'" not in trace_result.to_html() and "makeEngine" not in trace_result.to_html()
     elements = structure(text)
     assert [a.get("id") for name, a in elements if name == "script"] == ["data", "model", None]
     assert json.loads(read(text).scripts[1]) == model
 
 
-def test_data_come_back(found: Trace) -> None:
-    block = json.loads(read(found.to_html()).scripts[0])
+def test_page_data_can_be_decoded(trace_result: Trace) -> None:
+    block = json.loads(read(trace_result.to_html()).scripts[0])
     numbers = zlib.decompress(base64.b64decode(block["numbers"]))
-    assert block["tokens"] == {name: list(tokens) for name, tokens in found.tokens.items()}
-    for entry, m in zip(block["maps"], found.maps, strict=True):
-        weights = unpacked(entry["weights"], numbers)
+    assert block["tokens"] == {name: list(tokens) for name, tokens in trace_result.tokens.items()}
+    for entry, m in zip(block["maps"], trace_result.maps, strict=True):
+        weights = unpack(entry["weights"], numbers)
         assert np.allclose(weights, m.weights_HTS, atol=1e-4), m.name
-    picture = unpacked(block["positions"][0]["values"], numbers)
-    assert np.allclose(picture, found.positions[0].values_RC, atol=1e-4)
+    picture = unpack(block["positions"][0]["values"], numbers)
+    assert np.allclose(picture, trace_result.positions[0].values_RC, atol=1e-4)
 
 
-def unpacked(entry: dict[str, Any], numbers: bytes) -> np.ndarray:
+def unpack(entry: dict[str, Any], numbers: bytes) -> np.ndarray:
     kind = {"u2": "<u2", "i2": "<i2"}[entry["type"]]
     count = int(np.prod(entry["shape"]))
     return np.frombuffer(numbers, kind, count, entry["at"]).reshape(entry["shape"]) * entry["scale"]
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=9))
-def test_packed_numbers_are_near(numbers: list[float]) -> None:
+def test_packed_numbers_are_close_to_the_originals(numbers: list[float]) -> None:
     packer = Packer()
-    packer.weights(np.array([0.5], dtype=np.float32))  # something before it
+    packer.weights(np.array([0.5], dtype=np.float32))  # shifts the offset of the next array
     x = np.array([*numbers, np.inf], dtype=np.float32)
     entry = packer.signed(x)
-    back = unpacked(entry, zlib.decompress(base64.b64decode(packer.pack())))
-    assert np.allclose(back[:-1], x[:-1], atol=np.abs(x[:-1]).max() / 32767)
-    assert back[-1] == -32768 * entry["scale"]
+    numbers_back = unpack(entry, zlib.decompress(base64.b64decode(packer.pack())))
+    assert np.allclose(numbers_back[:-1], x[:-1], atol=np.abs(x[:-1]).max() / 32767)
+    assert numbers_back[-1] == -32768 * entry["scale"]
 
 
 @pytest.mark.parametrize("token", NASTY)
-def test_text_from_outside_is_never_markup(found: Trace, token: str) -> None:
-    plain, nasty = found.to_html(), with_tokens(found, token).to_html()
+def test_untrusted_text_is_never_markup(trace_result: Trace, token: str) -> None:
+    plain, nasty = trace_result.to_html(), with_tokens(trace_result, token).to_html()
     assert structure(nasty) == structure(plain)
     assert read(nasty).scripts[1] == read(plain).scripts[1]
     assert json.loads(read(nasty).scripts[0])["title"] == token
     nasty.encode("utf-8")
 
 
-def test_a_notebook_gets_a_frame_that_can_do_nothing_else(found: Trace) -> None:
-    text = found._repr_html_()
+def test_notebook_frame_is_sandboxed(trace_result: Trace) -> None:
+    text = trace_result._repr_html_()
     ((name, attributes),) = structure(text)
     assert name == "iframe" and attributes["sandbox"] == "allow-scripts"
-    assert attributes["srcdoc"] == found.to_html()
+    assert attributes["srcdoc"] == trace_result.to_html()
     assert html.unescape(text).count("<iframe") == 1
 
 
-def test_a_large_model_stays_small(make_letters: Callable[..., Run]) -> None:
+def test_page_of_a_large_model_is_below_three_megabytes(make_letters: Callable[..., Run]) -> None:
     run = make_letters(layers=6, heads=8, width=64)
     text = trace(run, Example("abcde" * 6), run.codec.encode_target(["bcdab" * 6])[0]).to_html()
     assert len(text.encode()) < 3_000_000
 
 
-def test_weights_of_long_texts_still_sum_to_one(make_letters: Callable[..., Run]) -> None:
+def test_packed_weights_of_long_texts_sum_to_one(make_letters: Callable[..., Run]) -> None:
     run = make_letters()
-    found = trace(run, Example("abcde" * 60), run.codec.encode_target(["bcdab" * 60])[0])
-    block = found.page_data()
+    trace_result = trace(run, Example("abcde" * 60), run.codec.encode_target(["bcdab" * 60])[0])
+    block = trace_result.page_data()
     numbers = zlib.decompress(base64.b64decode(block["numbers"]))
-    for entry, m in zip(block["maps"], found.maps, strict=True):
+    for entry, m in zip(block["maps"], trace_result.maps, strict=True):
         assert m.weights_HTS.shape[1:] == (300, 300)
-        assert np.allclose(unpacked(entry["weights"], numbers).sum(-1), 1.0, atol=3e-3), m.name
+        assert np.allclose(unpack(entry["weights"], numbers).sum(-1), 1.0, atol=3e-3), m.name
 
 
-def test_kinds_that_are_not_there_leave_no_trace(make_letters: Callable[..., Run]) -> None:
+def test_page_data_has_no_entries_for_missing_attention_kinds(make_letters: Callable[..., Run]) -> None:
     run = make_letters("rnn-luong")
     block = trace(run, Example("ab"), []).page_data()
     assert block["positions"] == [] and [m["kind"] for m in block["maps"]] == ["cross"]
-    assert len(block["steps"]) == 1  # the end alone
+    assert len(block["steps"]) == 1  # only the end token
 
 
-def test_the_script_is_bundled_from_modules(tmp_path: Path) -> None:
+def test_script_is_bundled_from_modules(tmp_path: Path) -> None:
     script = bundle("page/start.js")
     assert not re.search(r"^(import|export)\b", script, re.M) and "</script" not in script
     assert script.index("let data = null") < script.index("function h(") < script.index("storedData().then")
-    assert script.count("let data = null") == 1  # once, however many import it
+    assert script.count("let data = null") == 1  # once for any number of importing modules
     if node := shutil.which("node"):
         path = tmp_path / "bundle.js"
         path.write_text(script, encoding="utf-8")
@@ -216,28 +218,30 @@ def test_the_script_is_bundled_from_modules(tmp_path: Path) -> None:
         ({"a.js": 'import * as b from "./b.js";\n'}, "cannot be bundled: import"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_bundled_is_refused(modules: dict[str, str], message: str) -> None:
+def test_modules_that_cannot_be_bundled_are_refused(modules: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         bundle("a.js", modules.__getitem__)
 
 
 def test_every_module_is_part_of_a_page() -> None:
-    seen: set[str] = set()
+    names: set[str] = set()
 
     def read_and_note(name: str) -> str:
-        seen.add(name)
+        names.add(name)
         return read_asset(name)
 
     for entry in ("page/start.js", "page/live.js", "page/proof.js"):
         bundle(entry, read_and_note)
-    assert seen == {str(file.relative_to(WEB)) for folder in ("page", "shared") for file in (WEB / folder).glob("*.js")}
+    assert names == {
+        str(file.relative_to(WEB)) for folder in ("page", "shared") for file in (WEB / folder).glob("*.js")
+    }
 
 
-def test_modules_are_of_a_size_that_one_reads() -> None:
+def test_modules_have_at_most_600_lines() -> None:
     for file in WEB.glob("*/*.js"):
         assert len(file.read_text("utf-8").split("\n")) <= 600, file.name
 
 
-def test_a_page_that_frames_this_one_knows_its_hashes(found: Trace) -> None:
-    text = found.to_html()
+def test_page_hashes_are_those_of_the_page(trace_result: Trace) -> None:
+    text = trace_result.to_html()
     assert all(digest in text for digest in page_hashes().values())

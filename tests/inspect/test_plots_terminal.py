@@ -1,4 +1,4 @@
-"""Cells of terminal drawings are aligned, in any script."""
+"""Terminal drawings: aligned cells in any script, control characters, shades and colours."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def eye(rows, columns):
     return [[1.0 if r == c else 0.0 for c in range(columns)] for r in range(rows)]
 
 
-def test_a_diagonal():
+def test_diagonal_is_drawn_with_two_blocks_per_cell():
     assert draw_in_shades(list("ab"), ["AH", "B"], eye(2, 2)) == ["   a  b", "AH ██", "B     ██"]
 
 
 @given(PIECES, PIECES, st.integers(10, 60))
-def test_every_cell_stands_under_its_letter(source, target, width):
+def test_every_cell_is_aligned_with_its_label(source, target, width):
     lines = draw_in_shades(source, target, [[1.0] * len(source)] * len(target), width)
     assert all("\n" not in line and cell_len(line) <= max(width, 13 + 13 + 2) for line in lines)
     bands = [band.split("\n") for band in "\n".join(lines).split("\n\n")]
@@ -38,7 +38,7 @@ def test_wide_combining_and_right_to_left_characters():
     assert draw_in_shades(["ש"], ["s"], [[1.0]])[0] == f"  {LTR_MARK}ש{LTR_MARK}"
 
 
-def test_right_to_left_columns_begin_at_the_right():
+def test_right_to_left_columns_start_at_the_right():
     assert draw_in_shades(list("ab"), ["x"], [[1.0, 0.0]], right_to_left=True) == ["  b  a", "x    ██"]
     lines = draw_in_shades(list("abcd"), ["x"], [[1.0, 0.0, 0.0, 1.0]], 8, right_to_left=True)
     assert [line.split() for line in lines] == [["b", "a"], ["x", "██"], [], ["d", "c"], ["x", "██"]]
@@ -47,7 +47,7 @@ def test_right_to_left_columns_begin_at_the_right():
 @pytest.mark.parametrize(
     ("piece", "text"), [(" ", "␣"), ("\t", "␉"), ("", "∅"), ("\u200b", "·"), ("\x1b[1m", "␛[1m"), ("\u2028", "�")]
 )
-def test_nothing_can_move_the_cursor(piece, text):
+def test_control_characters_are_replaced(piece, text):
     assert visible(piece) == text
 
 
@@ -55,13 +55,13 @@ def test_long_tokens_are_truncated():
     assert cell_len(visible("漢" * 40)) <= 12 and visible("漢" * 40).endswith("…")
 
 
-def test_shades_rise():
+def test_shades_and_colours_increase_with_the_weight():
     shades = [SHADES.index(shade(i / 100)) for i in range(-10, 111)]
     assert shades == sorted(shades) and set(shades) == {0, 1, 2, 3, 4}
     assert colour(2.0) == colour(1.0) != colour(0.5) != colour(0.0)
 
 
-def test_colour_and_plain_have_the_same_letters():
+def test_coloured_and_plain_drawings_have_the_same_labels():
     source, target, weights = list("thought"), ["TH", "AO", "T"], eye(3, 7)
     coloured = draw_in_colour(source, target, weights).plain.split("\n")
     plain = draw_in_shades(source, target, weights)

@@ -1,4 +1,4 @@
-"""The WebAssembly of the live page is its source, assembled."""
+"""The WebAssembly bytes in the live page equal their assembled source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def source_instructions(text: str) -> Iterator[Instruction]:
         if name == "loop":
             yield name, (EMPTY_BLOCK,)
         elif name == "br_if":
-            yield name, (0,)  # every branch leads to the innermost loop, which ends next
+            yield name, (0,)  # every branch targets the innermost loop
         elif name.startswith("local."):
             yield name, (names[words[0]],)
         elif name in ALIGNMENTS:
@@ -68,7 +68,7 @@ def leb128(code: Iterator[int]) -> int:
     return value
 
 
-def test_the_bytes_are_the_source_assembled() -> None:
+def test_bytes_equal_the_assembled_source() -> None:
     text = re.sub(r";;.*", "", (WEB / "page" / "product.wat").read_text("utf-8"))
     script = (WEB / "page" / "weights.js").read_text("utf-8")
     constant = re.search(r"const PRODUCT =([^;]*);", script)

@@ -28,6 +28,7 @@ function rote(task = "pairs") {
   });
   return {
     task,
+    decodes: true,
     asked,
     silenced: new Set(),
     traced: 0,
