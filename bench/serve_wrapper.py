@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from regard.convert.to_ctranslate2 import names_of, open_translator, write_model
 from regard.decode.ctranslate2 import PATIENCE
-from regard.decode.search_inputs import LENGTH_EXTRA, LENGTH_RATIO
+from regard.decode.request import LENGTH_EXTRA, LENGTH_RATIO
 from regard.run import Run
 from regard.text.codec import Example
 

@@ -112,7 +112,7 @@ def open_engine(
     threads: int | None = None,
 ) -> Engine:
     """The engine for a run or an ensemble; without `workers` as many processes as pay off."""
-    if runs[0].task.name == "masked":
+    if "embed" in runs[0].task.answers:
         return MaskFiller(runs, options)
     if engine == "ctranslate2":
         return CTranslate2Engine.open(runs, options, scores, workers, threads)

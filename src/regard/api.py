@@ -372,7 +372,7 @@ class LoadedRun(Run):
         A text with more tokens than the model has positions is truncated, with a warning; `average_windows` reads all
         its tokens in windows instead.
         """
-        if self.task.name != "masked":
+        if "embed" not in self.task.answers:
             raise UserError(f"{self.path}: embed needs a masked language model, an encoder without a decoder")
         texts = checked_list("embed", "texts", texts, (str,), '["abc"]')
         answerer = Answerer([self], Options.of(batch_tokens=batch_tokens))

@@ -1,4 +1,4 @@
-"""The six tasks as plain values; what a task does in a higher layer is one table there, from task to function."""
+"""The six tasks as plain values. A higher layer maps tasks to functions in one table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ TaskName = Literal["pairs", "lm", "masked", "span", "classify", "image"]
 # The content of data files: a table of sources and targets, a table of texts and labels, plain text, or images.
 Reads = Literal["pairs", "labelled", "text", "images"]
 Answer = Literal["generate", "stream", "score", "classify", "embed", "inspect"]
-CONTEXT = 256  # tokens of plain text in a row of a batch
+CONTEXT = 256  # default number of tokens of plain text in a row of a batch
 BOTH = ("encoder", "decoder")
 DECODES: tuple[Answer, ...] = ("generate", "stream", "score", "inspect")
 LABELS: tuple[Answer, ...] = ("classify", "inspect")
 TABLE = ("target", "columns", "reference", "strict", "confusions", "outputs")  # options to evaluate on a table
+
+# Options of decoding without a meaning for an answer: those that decide on the first token only at the end cannot be
+# streamed, and only one output is evaluated.
+NOT_STREAMED = ("beam", "nbest", "mbr", "alternatives")
+NOT_EVALUATED = ("nbest", "alternatives", "alternatives_at", "alignment", "top_tokens")
 
 # Options of `regard evaluate`, except metrics, against and bootstrap, which every task has. Pairs are decoded, so all
 # options of decoding apply to them too.
@@ -26,6 +31,14 @@ _EVALUATION: Mapping[Reads, tuple[str, ...]] = {
     "labelled": (*TABLE, "max_source", "batch_tokens"),
     "text": ("context", "memory", "strict"),
     "images": ("confusions",),
+}
+
+# Settings in [data] without a meaning.
+_NOT_DATA: Mapping[Reads, tuple[str, ...]] = {
+    "pairs": (),
+    "labelled": ("max_ratio",),
+    "text": ("min_length", "max_ratio", "deduplicate"),
+    "images": ("weights", "temperature", "min_length", "max_ratio", "deduplicate"),
 }
 
 # Defaults of [train] that differ from those of pairs.
@@ -46,14 +59,14 @@ class Task:
     model: str  # a model of this task, for messages
     reads: Reads
     stacks: tuple[str, ...]  # of its model
-    presets: tuple[str, ...]  # choices for data and budget, from small to large
-    answers: tuple[Answer, ...]  # kinds of answers that a run gives
+    presets: tuple[str, ...]  # candidates for `preset = "auto"`, from small to large
+    answers: tuple[Answer, ...]  # kinds of answers of a run
     metrics: tuple[str, ...]  # of validation; the first is the default
     evaluation: tuple[str, ...] = ()  # metrics of `regard evaluate`; empty: chosen by the references
     frame: Frame = "end"  # special tokens around a text
     start: Literal["sos", "eos"] = "sos"  # the token before the first predicted one
-    request_fields: tuple[str, ...] | None = None  # fields of a request that it reads; None: all
-    options: tuple[str, ...] | None = None  # options of decoding that it reads; None: all except `excluded_options`
+    request_fields: tuple[str, ...] | None = None  # supported fields of a request; None: all
+    options: tuple[str, ...] | None = None  # supported options of decoding; None: all except `excluded_options`
     excluded_options: tuple[str, ...] = ()
 
     @property
@@ -61,8 +74,13 @@ class Task:
         return _TRAIN[self.reads]
 
     @property
+    def unsupported_data(self) -> tuple[str, ...]:
+        """Settings in [data] that have no meaning for the task."""
+        return _NOT_DATA[self.reads]
+
+    @property
     def evaluation_options(self) -> tuple[str, ...]:
-        """Options of `regard evaluate`, besides those of every task and, for pairs, those of decoding."""
+        """Options of `regard evaluate`, in addition to those of every task and, for pairs, of decoding."""
         return _EVALUATION[self.reads]
 
     @property
@@ -81,7 +99,7 @@ _TASKS = (
          metrics=("loss", "accuracy", "wer", "per", "bleu", "chrf")),
     Task("lm", "plain text, the next token (causal LM)", "a language model", "text", ("decoder",), ("llama-tiny",),
          DECODES, metrics=("loss",), evaluation=("perplexity", "bits_per_char", "loss"), frame="none",
-         start="eos",  # a text begins after the end of another
+         start="eos",  # a text begins after the end token of another text
          excluded_options=("alignment", "coverage_penalty")),  # there is no source
     Task("masked", "plain text, masked tokens", "a masked language model", "text", ("encoder",), ("bert-tiny",),
          ("generate", "embed", "inspect"), metrics=("loss", "accuracy"),

@@ -37,11 +37,9 @@ from regard.errors import UserError, plural
 from regard.evaluate.evaluator import Evaluation, EvaluationOptions, EvaluationRequest, evaluate_file, parse_columns
 from regard.recipe import Column
 from regard.run import Run
-from regard.tasks import Reads
+from regard.tasks import NOT_EVALUATED, Reads
 
 EXAMPLE = "regard evaluate runs/g2p test.tsv --beam 5"
-# Options of decoding that show more than the one evaluated output.
-NOT_EVALUATED = ("nbest", "alternatives", "alternatives_at", "alignment", "top_tokens")
 SETTINGS = [name for name in EvaluationOptions.model_fields if name != "engine"]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from regard.config import MAX_TOKENS, Config, parse
 from regard.convert.family import Family, Fields, Json
 from regard.convert.tokenizers import SETTINGS
-from regard.decode.search_inputs import CONTINUATION_LENGTH
+from regard.decode.request import CONTINUATION_LENGTH
 from regard.errors import UserError
 from regard.files import replace_file, require_own_files
 from regard.run import CHAT_TEMPLATE, Generation, Run

@@ -1,4 +1,4 @@
-"""Prepares the data of a recipe: tokenizers and ids in a directory, which appears complete or not at all."""
+"""Preparation of the data of a recipe: tokenizers and ids in a directory, which is created atomically."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from regard.data.reader import MEMORY, STDIN, open_raw
 from regard.data.store import Corpus
 from regard.data.tables import Corpora
 from regard.errors import UserError, plural
-from regard.files import LockHeld, hold_lock, replace_directory
+from regard.files import LockHeld, hold_lock, make_directory, replace_directory
 from regard.recipe import Column, Data, Recipe
 from regard.tasks import TASKS, Reads
 from regard.text.codec import Codec, Example, TextConfig
@@ -47,17 +47,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(Generic[Kind]):
-    """Prepared data. The type of `train` and `valid` depends on the kind of files that the task reads."""
+    """Prepared data. The type of `train` and `valid` depends on the kind of data that the task reads."""
 
     codec: Codec  # for images, one without text tokens
     train: Kind
     valid: Kind
     notes: list[str]  # the decisions and the line counts, to be printed
-    files: dict[str, DataFile] = field(default_factory=dict)  # by role; not recorded before version 0.7
+    files: dict[str, DataFile] = field(default_factory=dict)  # by role; empty in data of versions before 0.7
     labels: tuple[str, ...] = ()
     valid_examples: list[Example] = field(default_factory=list)  # of a corpus `valid`, in its order
     pixels: Pixels | None = None  # for images
-    columns: tuple[Column, ...] | None = None  # found by their content because the recipe does not name them
+    columns: tuple[Column, ...] | None = None  # inferred from the content, if the recipe does not name columns
 
 
 class DataFile(NamedTuple):
@@ -70,7 +70,7 @@ class DataFile(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The functions for one kind of data: `write` returns its record. `files` is the advice if no files are named."""
+    """The functions for a kind of data; `write` returns its record. `files` is the advice in the error for no files."""
 
     write: Callable[[Recipe, Corpora, Corpora | None, Path, BaseText | None, int], dict[str, Any]]
     open: Callable[[Path], Corpus | Stream | Images]
@@ -96,15 +96,15 @@ def prepare(
 ) -> Prepared[Any]:
     """Prepare the data of a recipe in `directory`, or open it if it was prepared from the same files and settings.
 
-    The tokenizers of `base`, the run to start from, are used. `memory` is the data that the recipe calls `<memory>`:
-    train, valid. `say` gets messages about columns found by their content, and about waiting for another process.
+    `base` holds the tokenizers of the run to start from, `memory` the data that the recipe names `<memory>` (train,
+    valid). `say` receives messages about inferred columns and about waiting for another process.
     """
     path = Path(directory)
     columns = find_columns(recipe)
     if columns is not None:
         if say is not None:
             say(f"columns: {', '.join(columns)}, as in the first lines of {', '.join(recipe.data.train or ())}")
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"columns": columns})})
+        recipe = recipe.with_data(columns=columns)
     train, valid = sources(recipe)
     if TASKS[recipe.task].reads == "pairs":
         requests(recipe.text)
@@ -112,12 +112,12 @@ def prepare(
     if record is not None:
         now = fingerprint(recipe, train, valid)
         if now == record["made_from"] and None not in now.values():
-            shutil.rmtree(shards_of(path), ignore_errors=True)  # left by a process that was killed at the very end
+            shutil.rmtree(shards_of(path), ignore_errors=True)  # a process was killed before it removed them
             return replace(open_prepared(path), columns=columns)
 
     def make(path: Path) -> None:
-        """Write the data; continue with the shards of a killed process and remove the rest of its files."""
-        temporary = path.with_name(path.name + ".tmp")  # always the same name, since the remains may be large
+        """Write the data; use the shards of a killed process and remove its other files."""
+        temporary = path.with_name(path.name + ".tmp")  # a fixed name, because the remains of a kill may be large
         replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory, processes), temporary)
         shutil.rmtree(shards_of(path), ignore_errors=True)
 
@@ -145,15 +145,12 @@ def _cache_key(made_from: dict[str, str | None], base: BaseText | None) -> str:
 def _take_from_cache(
     entry: Path, made_from: dict[str, str | None], path: Path, make: Callable[[Path], None], say: Say | None
 ) -> bool:
-    """Share an entry of the cache with a run -> whether it existed; otherwise it is made first, while others wait.
+    """Share an entry of the cache with a run -> whether it existed; otherwise it is made under a lock.
 
     On a file system without locks, the run prepares its own data. An entry that does not match its key is made again:
-    a file changed meanwhile.
+    a file has changed in between.
     """
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"data.cache: {entry.parent}: cannot make this directory: {error.strerror or error}") from None
+    make_directory(entry.parent, f"data.cache: {entry.parent}")
     while True:
         try:
             with hold_lock(entry.with_suffix(".lock"), str(entry)) as locked:
@@ -173,7 +170,7 @@ def _take_from_cache(
 
 
 def _share(entry: Path, path: Path) -> None:
-    """Give a run the data of an entry, as hard links if possible; the files of an entry never change."""
+    """Copy an entry into a run, with hard links if possible; the files of an entry never change."""
 
     def link(source: str, target: str) -> None:
         try:
@@ -251,12 +248,13 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
-    """The training files of a recipe, and its validation files, if any."""
+    """The training files and the validation files of a recipe."""
     data = recipe.data
     columns = data.columns
     names = data.column_names
     if TASKS[recipe.task].reads == "text":
-        columns, names = ("source",), names or TEXT
+        columns = ("source",)
+        names = names or TEXT
     if "features" in data.columns and (data.source or data.valid_source):
         raise UserError("data.columns: features are a column of a table (--data FILE.tsv); parallel files have none")
     if data.train is not None:
@@ -277,17 +275,10 @@ def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
 
 def _require_task(recipe: Recipe, train: Corpora, valid: Corpora | None) -> None:
     """Refuse settings and files that the task does not support."""
-    data = recipe.data
-    reads = TASKS[recipe.task].reads
-    refused = {
-        "weights": data.weights is not None and reads == "images",
-        "temperature": data.temperature is not None and reads == "images",
-        "min_length": data.min_length > 1 and reads in ("text", "images"),
-        "max_ratio": data.max_ratio is not None and reads != "pairs",
-        "deduplicate": data.deduplicate and reads in ("text", "images"),
-    }
-    for name, failed in refused.items():
-        if failed:
+    task = TASKS[recipe.task]
+    reads = task.reads
+    for name in task.unsupported_data:
+        if getattr(recipe.data, name) != Data.model_fields[name].default:
             raise UserError(f"data.{name}: not for task {recipe.task}, which reads {NOUNS[reads]}")
     for corpora in (train, valid):
         if reads == "images" and corpora and len(corpora.paths) > 1:
@@ -295,7 +286,7 @@ def _require_task(recipe: Recipe, train: Corpora, valid: Corpora | None) -> None
 
 
 def fingerprint(recipe: Recipe, train: Corpora, valid: Corpora | None) -> dict[str, str | None]:
-    """The settings and file hashes that prepared data depends on; None for a missing file, stdin, a pipe or memory."""
+    """The settings and file hashes that prepared data depends on; a missing file, stdin, pipe or memory has None."""
     values: dict[str, str | None] = {f"text.{key}": str(value) for key, value in recipe.text.model_dump().items()}
     if recipe.task != "pairs":
         values["task"] = recipe.task
@@ -313,13 +304,14 @@ def fingerprint(recipe: Recipe, train: Corpora, valid: Corpora | None) -> dict[s
 
 def _files(train: Corpora, valid: Corpora | None) -> Iterator[tuple[str, str, str]]:
     """Yield the role, the name and the path of every file."""
-    for kind, source in zip(ROLES, (train, valid), strict=True):
-        for index, path in enumerate(source.paths if source else (), start=1):
-            yield f"{kind} file {index}", "" if source is None else source.file_names[index - 1], path
+    for kind, corpora in zip(ROLES, (train, valid), strict=True):
+        if corpora is not None:
+            for index, (name, path) in enumerate(zip(corpora.file_names, corpora.paths, strict=True), start=1):
+                yield f"{kind} file {index}", name, path
 
 
 def _digest(path: str, like: str | None = None) -> str | None:
-    """The SHA-256 of a file, or the same hash as `like`, which is BLAKE2b in records before version 0.7."""
+    """The hash of a file: SHA-256, or the kind of `like`, which is BLAKE2b in records of versions before 0.7."""
     if not _regular(path):
         return None
     kind: Any = "sha256" if like is None or len(like) == 64 else partial(blake2b, digest_size=16)
@@ -343,7 +335,7 @@ def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
 
 
 def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
-    """Describe each file that has changed since data was prepared from it; unreadable files are left out."""
+    """Describe each file that has changed since data was prepared from it; unreadable files are ignored."""
     record = _read_record(Path(directory)) or {}
     try:
         train, valid = sources(recipe)
@@ -351,7 +343,7 @@ def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
         return
     for kind, corpora in zip(ROLES, (train, valid), strict=True):
         count = sum(role.startswith(f"{kind} file ") for role in record.get("made_from", {}))
-        if corpora and count and len(corpora.paths) != count:  # a pattern matches other files now
+        if corpora and count and len(corpora.paths) != count:  # a pattern now matches other files
             yield f"{corpora.name}: has {plural(len(corpora.paths), 'file')} now, and had {count:,} when the run began"
             return
     for role, name, path in _files(train, valid):
@@ -371,7 +363,7 @@ def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
 
 
 def _spool(corpora: Corpora, directory: Path, memory: InMemory | None = None) -> Corpora:
-    """Copy stdin, pipes and data in memory into `directory`, so that they can be read several times."""
+    """Copy stdin, pipes and data in memory into `directory`, so that they can be read repeatedly."""
     if corpora.paths == (MEMORY,):
         if memory is None:
             raise UserError(

@@ -12,7 +12,7 @@ from regard.config import Count, Problem, Value, explain, parse
 from regard.errors import UserError
 from regard.recipe import option
 from regard.suggest import nearest
-from regard.tasks import Task
+from regard.tasks import NOT_STREAMED, Task
 
 if TYPE_CHECKING:
     from regard.text.codec import Example  # slow: imports tokenizers, which shell completion does not need
@@ -23,6 +23,17 @@ HeadIndex = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # l
 Weight = Annotated[float, Field(gt=0)]
 MAX_HYPOTHESES = 10_000
 Hypotheses = Annotated[int, Field(ge=1, le=MAX_HYPOTHESES, strict=True)]
+Whole = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+MIN_SIMILARITY = 0.75  # above it, an unknown key is taken for a misspelt field
+ANSWER_KEYS = ("hypotheses", "candidates", "label", "probabilities", "flags", "error")  # of JSON output
+Input: TypeAlias = "str | Example | Request"
+EngineName = Literal["torch", "ctranslate2"]
+Show = Callable[[str], str]  # the name of an option as a user writes it: beam, or --beam on a command line
+CONSTRAINTS = ("prefix", "require", "forbid", "stop", "min_length", "max_length", "seed")  # fields of a request
+LENGTH_RATIO = 3  # the default maximum length is LENGTH_RATIO * source + LENGTH_EXTRA
+LENGTH_EXTRA = 50
+CONTINUATION_LENGTH = 100  # default maximum length of a language model
+MAX_NAMED = 12  # options in a message
 
 
 def _not_one_text(value: Any) -> Any:
@@ -80,7 +91,9 @@ class Options(Value):
         None, "Position of --alternatives in output tokens, from 0. (default: after the prefix)", ge=0
     )
     min_length: int = option(0, "Minimum output tokens, without the end token.", ge=0)
-    max_length: Count | None = option(None, "Maximum output tokens. (default: 3 times the source, plus 50)")
+    max_length: Count | None = option(
+        None, f"Maximum output tokens. (default: {LENGTH_RATIO} times the source, plus {LENGTH_EXTRA})"
+    )
     min_ratio: float = option(0.0, "Minimum output tokens per source token.", ge=0)
     max_ratio: float | None = option(None, "Maximum output tokens per source token.", gt=0)
     no_repeat_ngram: int = option(0, "Never repeat N consecutive tokens; 0: no limit.", ge=0)
@@ -217,9 +230,6 @@ def _requirements(value: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(row) for row in rows)
 
 
-Whole = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
-
-
 class Request(BaseModel):
     """A source with its own constraints, which override (prefix, lengths, seed) or extend those of the options.
 
@@ -266,10 +276,6 @@ class Request(BaseModel):
                 yield name, value
 
 
-MIN_SIMILARITY = 0.75  # above it, an unknown key is taken for a misspelt field
-ANSWER_KEYS = ("hypotheses", "candidates", "label", "probabilities", "flags", "error")  # of JSON output
-
-
 def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request.model_fields)) -> Request:
     """A request from JSON with the keys in `fields`; null means that a key is absent.
 
@@ -292,16 +298,6 @@ def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request
     if "source" not in values:
         raise UserError(f"source: is required; a request has {', '.join(fields)}, and keys of your own")
     return Request(**values)
-
-
-Input: TypeAlias = "str | Example | Request"
-
-
-EngineName = Literal["torch", "ctranslate2"]
-Show = Callable[[str], str]  # the name of an option as a user writes it: beam, or --beam on a command line
-CONSTRAINTS = ("prefix", "require", "forbid", "stop", "min_length", "max_length", "seed")  # fields of a request
-NOT_STREAMED = ("beam", "nbest", "mbr", "alternatives")
-MAX_NAMED = 12  # options in a message
 
 
 @dataclass(frozen=True)

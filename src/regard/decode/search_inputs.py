@@ -24,14 +24,11 @@ from regard.decode.constraints import (
     is_combining,
     make_phrases,
 )
-from regard.decode.request import Input, Options, Request
+from regard.decode.request import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, Input, Options, Request
 from regard.errors import UserError, plural
 from regard.run import Run
 from regard.text.codec import Example
 
-LENGTH_RATIO = 3  # the default limit is LENGTH_RATIO * source + LENGTH_EXTRA
-LENGTH_EXTRA = 50
-CONTINUATION_LENGTH = 100  # default limit of a language model
 MAX_CHARACTERS = 1_000_000  # of a source; a longer one always has too many tokens
 MAX_REQUIRED = 10  # requirements at once; the search distinguishes all subsets of them
 MAX_STOP = 1000  # letters of a stop string
@@ -63,7 +60,6 @@ class Preparer:
         self._check_options()
 
     def __call__(self, inputs: Sequence[Input]) -> list[SearchInput]:
-        """One search input per request."""
         requests = [
             Request(x) if isinstance(x, str) else Request(x.source, x.features) if isinstance(x, Example) else x
             for x in inputs

@@ -20,8 +20,8 @@ import torch
 from regard.convert.proof import ConversionReport, Proof
 from regard.decode.alignment import load_heads
 from regard.decode.engine import TorchEngine
-from regard.decode.request import Options, Request
-from regard.decode.search_inputs import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, UNBOUNDED, position_limits
+from regard.decode.request import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, Options, Request
+from regard.decode.search_inputs import UNBOUNDED, position_limits
 from regard.errors import UserError, missing_extra, plural
 from regard.files import replace_file
 from regard.inspect.page import bundle, render_page
@@ -263,9 +263,9 @@ def _same_outputs(page: PageEngine, run: Run, example: Example, beam: int) -> fl
     difference = float(np.abs(np.subtract(forced, ours.token_scores)).max())
     tied = abs(theirs["score"] - ours.score) <= TOLERANCE  # two outputs with equal scores
     if difference > TOLERANCE or (theirs["text"] != ours.text and not tied):
-        answer = f"{theirs['text']!r} ({theirs['score']:.4f}) to {example.source!r}"
+        wrong = f"{theirs['text']!r} ({theirs['score']:.4f}) to {example.source!r}"
         expected = f"{ours.text!r} ({ours.score:.4f})"
-        raise UserError(f"{run.path}: not written: the page would answer {answer}, the run {expected}")
+        raise UserError(f"{run.path}: not written: the page would answer {wrong}, the run {expected}")
     return difference
 
 

@@ -17,7 +17,8 @@ from regard import __version__
 from regard.errors import UserError
 from regard.serve import bodies
 from regard.serve.handlers import Handlers
-from regard.serve.responses import CODES, Refused, Reply, error_response
+from regard.serve.pool import INTERNAL_ERROR
+from regard.serve.responses import CODES, Refused, Reply, error_response, too_large
 from regard.serve.settings import Keys
 
 log = logging.getLogger("regard.serve")
@@ -25,6 +26,17 @@ log = logging.getLogger("regard.serve")
 # Who may use a route if the server has keys: everyone, clients with a key (in the header, or optionally in a field of
 # the body), or clients with an admin key.
 Access = Literal["open", "key", "key or body", "admin"]
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["status", "code", "message"],
+            "properties": {"status": {"type": "integer"}, "code": {"type": "string"}, "message": {"type": "string"}},
+        }
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,7 @@ class Endpoints:
             raise
         except Exception:
             log.exception("an error while answering %s", path)
-            return error_response(Refused(500, "an error in the server; its log has the details"))
+            return error_response(Refused(500, INTERNAL_ERROR))
 
     async def _answer(
         self, method: str, path: str, headers: Mapping[str, str], read: Callable[[], Awaitable[bytes]]
@@ -119,7 +131,7 @@ class Endpoints:
         length = headers.get("content-length", "")
         too_long = length.isdecimal() and (len(length) > len(str(limit)) or int(length) > limit)
         if too_long or len(data := await read()) > limit:
-            raise Refused(413, f"the body has more than {limit} bytes")
+            raise too_large(limit)
         return data
 
 
@@ -132,19 +144,6 @@ def _key(headers: Mapping[str, str]) -> str:
         with suppress(binascii.Error, UnicodeDecodeError):
             return base64.b64decode(value, validate=True).decode().partition(":")[2]
     return ""
-
-
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["status", "code", "message"],
-            "properties": {"status": {"type": "integer"}, "code": {"type": "string"}, "message": {"type": "string"}},
-        }
-    },
-}
 
 
 def describe_api(routes: Sequence[Route], runs: Sequence[str]) -> dict[str, Any]:

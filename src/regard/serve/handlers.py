@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from pydantic_core import to_json
 
-from regard.decode.request import check_streaming
+from regard.decode.request import LENGTH_EXTRA, LENGTH_RATIO, check_streaming
 from regard.errors import UserError
 from regard.serve import bodies
 from regard.serve.queue import Group, Job, QueueFull
@@ -23,8 +23,6 @@ from regard.suggest import closest
 
 Answer = dict[str, Any]
 TRACE_COST = 20  # of recording all attention of one hypothesis, as a multiple of decoding it
-TOKENS_PER_CHARACTER = 3  # estimated maximum length of an output, per character of the source
-EXTRA_TOKENS = 50
 
 
 class Handlers:
@@ -275,7 +273,7 @@ class Handlers:
 def _max_output(options: Answer, item: Answer, length: int) -> float:
     """The estimated maximum number of output tokens for a source of `length` characters."""
     tokens: float = max(
-        item.get("max_length") or options.get("max_length") or TOKENS_PER_CHARACTER * length + EXTRA_TOKENS,
+        item.get("max_length") or options.get("max_length") or LENGTH_RATIO * length + LENGTH_EXTRA,
         item.get("min_length", 0),
         options.get("min_length", 0),
         length * (options.get("max_ratio") or 0),

@@ -15,6 +15,8 @@ from pydantic_core import from_json, to_json
 from regard.parallel.children import Child, ChildDied, Template
 from regard.parallel.messages import Message, Unpacker, pack
 
+INTERNAL_ERROR = "an error in the server; its log has the details"
+
 EXIT_SECONDS = 3.0  # grace period before a process that should have exited is killed
 ONEDNN_PRIMITIVES = 256  # compiled matrix products that a worker caches, one per shape; the default is 1,024
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp_sse import sse_response
 from pydantic_core import to_json
 
-from regard.inspect.page import TOKEN_NAMES, escaped_json, fill_template, page_hashes, read_asset
+from regard.inspect.page import COLOURS, escaped_json, fill_template, page_hashes, read_asset, shared_constants
 
 CODES = {
     400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
@@ -39,6 +39,10 @@ class Refused(Exception):
         self.message = message
         self.retry_after = retry_after  # seconds
         self.allow = allow  # methods of a path
+
+
+def too_large(limit: int) -> Refused:
+    return Refused(413, f"the body has more than {limit} bytes")
 
 
 class EventStream(NamedTuple):
@@ -109,14 +113,16 @@ def policy() -> str:
     )
 
 
-async def asset_response(name: str) -> web.Response:
+async def asset_response(name: str, max_inputs: int) -> web.Response:
     """A file of the web page."""
     headers = {"Content-Security-Policy": policy(), "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
-    return web.Response(body=_read(name), content_type=TYPES[name.rpartition(".")[2]], charset="utf-8", headers=headers)
+    content_type = TYPES[name.rpartition(".")[2]]
+    return web.Response(body=_read(name, max_inputs), content_type=content_type, charset="utf-8", headers=headers)
 
 
 @cache
-def _read(name: str) -> bytes:
-    if not name.endswith(".html"):
+def _read(name: str, max_inputs: int) -> bytes:
+    if not name.endswith((".html", ".css")):
         return read_asset(name).encode()
-    return fill_template(name, {"constants": escaped_json({"tokens": TOKEN_NAMES})}).encode()
+    constants = shared_constants() | {"max_inputs": max_inputs}
+    return fill_template(name, {"constants": escaped_json(constants), **COLOURS}).encode()

@@ -27,7 +27,7 @@ from regard.parallel.cores import cores
 from regard.serve.endpoints import Endpoints, Route, describe_api, routes
 from regard.serve.handlers import Handlers
 from regard.serve.monitor import Monitor
-from regard.serve.pool import PoolSettings
+from regard.serve.pool import INTERNAL_ERROR, PoolSettings
 from regard.serve.responses import (
     ASSETS,
     CODES,
@@ -37,6 +37,7 @@ from regard.serve.responses import (
     common_headers,
     error_response,
     send_events,
+    too_large,
 )
 from regard.serve.service import Service
 from regard.serve.settings import Keys, ServeSettings, is_address
@@ -64,7 +65,7 @@ class Server:
         more_routes = [
             Route("GET", "/openapi.json", _data_handler(lambda: api, "application/json")),
             Route("GET", "/metrics", _data_handler(self.monitor.text, "text/plain; version=0.0.4")),
-            *(Route("GET", path, partial(asset_response, name)) for path, name in ASSETS.items()),
+            *(Route("GET", path, partial(asset_response, name, settings.max_inputs)) for path, name in ASSETS.items()),
         ]
         self.endpoints = Endpoints([*self.routes, *more_routes], self.handlers, keys)
         self.port = settings.port
@@ -91,7 +92,7 @@ class Server:
             seconds = plural(self.settings.receive, "second", "g")
             raise Refused(408, f"the body did not arrive within {seconds}") from None
         except web.HTTPRequestEntityTooLarge:
-            raise Refused(413, f"the body has more than {self.settings.max_body} bytes") from None
+            raise too_large(self.settings.max_body) from None
         except (ValueError, web.PayloadAccessError):
             raise Refused(400, "the body cannot be read") from None
 
@@ -125,8 +126,7 @@ class Server:
         """The answer to a request; a stream has already been sent."""
         if request.method == "OPTIONS" and request.headers.get("Origin") in self.settings.cors:
             return web.Response(status=204)
-        read = partial(self._read, request)
-        reply = await self.endpoints.answer(request.method, request.path, request.headers, read)
+        reply = await self.endpoints.answer(request.method, request.path, request.headers, partial(self._read, request))
         if isinstance(reply, EventStream):
             headers = common_headers(request, self.settings.cors, self.handlers.draining)
             return await send_events(request, reply, headers, self.settings.send)
@@ -232,7 +232,7 @@ class Protocol(web.RequestHandler):
             text = "not HTTP, or too many headers"
         else:
             log.error("an error in a connection", exc_info=exc)
-            text = "an error in the server; its log has the details"
+            text = INTERNAL_ERROR
         if request.writer.output_size > 0:
             raise ConnectionError("a part of the answer was sent")
         response = error_response(Refused(status if status in CODES else 500, text))

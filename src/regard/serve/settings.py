@@ -21,7 +21,6 @@ MAX_TEXT = 100_000  # characters of a text
 MAX_INPUTS = 10_000  # of a request
 MAX_NAME = 100  # characters
 MIN_KEY = 16  # characters
-InputCount = Annotated[int, Field(ge=1, le=MAX_INPUTS, strict=True)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -53,7 +52,7 @@ class ServeSettings(Value):
     # limits
     queue: Count = option(200_000, "Maximum tokens times hypotheses in the queue; further requests are refused (429).")
     max_body: Count = option(1_000_000, "Maximum bytes of a request.")
-    max_inputs: InputCount = option(2_000, "Maximum inputs of a request.")
+    max_inputs: Annotated[int, Field(ge=1, le=MAX_INPUTS, strict=True)] = option(2_000, "Maximum inputs of a request.")
     max_work: Count = option(20_000_000, "Maximum inputs times hypotheses times output tokens of a request.")
 
     # timeouts

@@ -30,7 +30,7 @@ from regard.inspect.trace import Trace
 from regard.parallel.children import Work
 from regard.parallel.messages import Channel
 from regard.run import Run
-from regard.serve.pool import body_message, read_body
+from regard.serve.pool import INTERNAL_ERROR, body_message, read_body
 from regard.text.codec import Example
 
 RELEASE_SECONDS = 5.0  # between calls of release_memory: batches of different sizes fragment the heap
@@ -97,7 +97,7 @@ class BatchAnswerer:
                 message = str(error).replace(str(self.runs[batch.run].path), batch.run)
                 return [{"error": message, "status": 422}]
             traceback.print_exception(error)
-            return [{"error": "an error in the server; its log has the details", "status": 500}]
+            return [{"error": INTERNAL_ERROR, "status": 500}]
 
     def generate(self, batch: WorkerBatch) -> list[Result]:
         """Outputs with scores, as `regard generate --json` prints them."""
@@ -147,7 +147,6 @@ class BatchAnswerer:
         return [score_json(pair, each) for pair, each in zip(pairs, scored, strict=True)]
 
     def classify(self, batch: WorkerBatch) -> list[Result]:
-        """The labels of texts."""
         texts = batch.examples()
         labels = self._answerer("torch", batch).classify(texts)
         return [label_json(text.source, label) for text, label in zip(texts, labels, strict=True)]
@@ -189,7 +188,7 @@ class BatchAnswerer:
         """An answerer for a batch; with torch where the server's engine does not support a constraint of an input."""
         constraints = {name for item in batch.inputs for name, value in item.items() if value and name in CONSTRAINTS}
         if "seed" in constraints and not batch.settings.get("sample"):
-            constraints.remove("seed")  # nothing is drawn
+            constraints.remove("seed")  # without sampling, a seed has no effect
         supported = constraints <= ENGINES[self.engine].constraints
         return self._answerer(self.engine if supported else "torch", batch)
 
@@ -208,10 +207,9 @@ class BatchAnswerer:
         run = self.runs[batch.run]
         options = Options.of(**{option: value for option, value in batch.settings.items() if option != "attention"})
         if name == "ctranslate2" and run.task.seq2seq:
-            with suppress(UserError):  # what it does not support is decoded with torch
+            with suppress(UserError):  # an unsupported option is decoded with torch
                 quantized = options.model_copy(update={"precision": self.precision})
-                translator = self._translators.get(batch.run)
-                engine = CTranslate2Engine(run, quantized, self.slots, translator=translator)
+                engine = CTranslate2Engine(run, quantized, self.slots, translator=self._translators.get(batch.run))
                 self._translators[batch.run] = engine.translator
                 return Answerer([run], options, engine)
         precision = {"precision": self.precision} if self.precision in ENGINES["torch"].precisions else {}
@@ -249,7 +247,7 @@ def prepare(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
     slots: int = settings["slots"]
     answerer = BatchAnswerer(runs, settings["engine"], settings["precision"], slots)
     for run in runs.values():
-        if run.task.name in ("pairs", "span", "lm"):
+        if "stream" in run.task.answers:
             TorchEngine(run)  # packs the weights, once for all workers
     warnings.simplefilter("ignore", UserWarning)  # warnings quote words of a request, which must not be logged
     gc.collect()
