@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import regard
+from regard.inspect.page import shared_constants
 from regard.inspect.trace import PAGE_CONSTANTS
 
 NODE = shutil.which("node")
@@ -26,7 +27,7 @@ def run_node(*arguments: str | Path, program: str | None = None) -> str:
     result = subprocess.run(
         [str(NODE), *arguments],
         input=program,
-        env=os.environ | {"PAGE_CONSTANTS": json.dumps(PAGE_CONSTANTS)},
+        env=os.environ | {"PAGE_CONSTANTS": json.dumps(shared_constants() | PAGE_CONSTANTS)},
         capture_output=True,
         text=True,
         encoding="utf-8",

@@ -27,6 +27,18 @@ MAIN_SHARE = 0.5  # minimum share of the weight for a head's main kind of key
 PART_SHARE = 0.1  # minimum share of the weight for a part of a mixed head
 MAX_PARTS = 3  # of a mixed head
 EVEN_SHARE = 0.9  # minimum share of the maximum entropy for even attention
+INDUCTION_TOKENS = 24  # in the repeated sequence
+INDUCTION_ROWS = 8
+NAMES = {  # descriptions of heads by the keys that they attend to
+    "first": "first token", "last": "last token", "same": "same token elsewhere",
+    "class": "class token", "patch": "own patch", "row": "same row", "column": "same column",
+    "even": "everything evenly", "mixed": "mixed", "alignment": "alignment",
+}  # fmt: skip
+OFFSET_NAMES = {  # of keys by their offset from the query
+    "self": {"-1": "previous token", "0": "own token", "1": "next token",
+             "back": "token {} back", "ahead": "token {} ahead"},
+    "cross": {"0": "same position", "back": "position {} back", "ahead": "position {} ahead"},
+}  # fmt: skip
 TOKEN_SIDES = {"encoder": ("source", "source"), "decoder": ("target", "target"), "cross": ("target", "source")}
 MaskedIds = tuple[Tensor, Tensor]  # token ids (B, T), and which of them are not padding
 
@@ -59,9 +71,9 @@ class HeadStatistics:
     @property
     def description(self) -> str:
         """The main kind of key, or the parts of a mixed head."""
-        if self.what != "mixed" or not self.parts:
+        if self.what != NAMES["mixed"] or not self.parts:
             return self.what
-        return "mixed: " + ", ".join(f"{share:.0%} {what}" for what, share in self.parts)
+        return f"{self.what}: " + ", ".join(f"{share:.0%} {what}" for what, share in self.parts)
 
 
 def measure_heads(
@@ -99,7 +111,7 @@ def measure_heads(
             heads.append(HeadStatistics(*location, *importance, *means, what, share, parts, *roles))
     alignment_heads = best_alignment_heads(heads)
     successor_heads = induction_heads(heads)
-    heads = [replace(h, what="alignment", share=h.alignment or 0.0) if h in alignment_heads else h for h in heads]
+    heads = [replace(h, what=NAMES["alignment"], share=h.alignment or 0) if h in alignment_heads else h for h in heads]
     return [replace(h, what="induction", share=h.induction or 0.0) if h in successor_heads else h for h in heads]
 
 
@@ -159,7 +171,7 @@ class AttentionSums:
         if best and shares[best] >= MAIN_SHARE:
             return best, shares[best]
         evenness = float(self.sums_3H[1, head]) / self.max_entropy if self.max_entropy else 0.0
-        return ("everything evenly", evenness) if evenness >= EVEN_SHARE else ("mixed", shares.get(best, 0.0))
+        return (NAMES["even"], evenness) if evenness >= EVEN_SHARE else (NAMES["mixed"], shares.get(best, 0.0))
 
     def parts(self, head: int) -> tuple[tuple[str, float], ...]:
         """The kinds of key with the most weight of a head, with their shares, the largest first."""
@@ -170,11 +182,8 @@ class AttentionSums:
 
 def offset_name(kind: str, offset: int) -> str:
     """The name of a key `offset` positions after the query."""
-    way = "back" if offset < 0 else "ahead"
-    if kind == "cross":
-        return f"position {abs(offset)} {way}" if offset else "same position"
-    near = {-1: "previous token", 0: "own token", 1: "next token"}
-    return near.get(offset, f"token {abs(offset)} {way}")
+    names = OFFSET_NAMES["cross" if kind == "cross" else "self"]
+    return names.get(str(offset)) or names["back" if offset < 0 else "ahead"].format(abs(offset))
 
 
 @torch.no_grad()
@@ -227,12 +236,12 @@ def _add_tokens(sums: AttentionSums, weights_BHTS: Tensor, kind: str, queries: M
     for index, count in enumerate(count_O.tolist()):
         if count:
             sums.add_target(offset_name(kind, index - last_query), weight_HO[:, index], count)
-    add_target("first token", s_S == 0)
+    add_target(NAMES["first"], s_S == 0)
     if kind != "decoder":
         last_B11 = (key_keep_BS.sum(1) - 1).view(-1, 1, 1)
-        add_target("last token", s_S == last_B11)
+        add_target(NAMES["last"], s_S == last_B11)
     if kind != "cross":
-        add_target("same token elsewhere", (query_BT.unsqueeze(2) == key_BS.unsqueeze(1)) & (s_S != t_T1))
+        add_target(NAMES["same"], (query_BT.unsqueeze(2) == key_BS.unsqueeze(1)) & (s_S != t_T1))
 
 
 @torch.no_grad()
@@ -244,9 +253,9 @@ def sum_patch_attention(model: Model, batches: Sequence[Batch]) -> dict[str, Att
     row_S, column_S = patch_grid(patches).to(device).unbind(1)
     own_SS = torch.eye(patches.count, dtype=torch.bool, device=device)
     targets = {
-        "own patch": own_SS,
-        "same row": (row_S[:, None] == row_S) & ~own_SS,
-        "same column": (column_S[:, None] == column_S) & ~own_SS,
+        NAMES["patch"]: own_SS,
+        NAMES["row"]: (row_S[:, None] == row_S) & ~own_SS,
+        NAMES["column"]: (column_S[:, None] == column_S) & ~own_SS,
     }
     sums = {name: AttentionSums(attention.heads, device) for name, attention in model.attentions().items()}
     for batch in batches:
@@ -258,7 +267,7 @@ def sum_patch_attention(model: Model, batches: Sequence[Batch]) -> dict[str, Att
             queries = weights_BHTS.shape[0] * patches.count
             distance_H = mean_distance(all_BHTS, distance_SS).sum((0, 2))
             attention_sums.add(weights_BHTS, queries, queries * math.log2(patches.count + 1), distance_H)
-            attention_sums.add_target("class token", weights_BHTS[..., 0].sum((0, 2)), queries)
+            attention_sums.add_target(NAMES["class"], weights_BHTS[..., 0].sum((0, 2)), queries)
             for what, target_SS in targets.items():
                 attention_sums.add_target(what, (weights_BHTS[..., 1:] * target_SS).sum((0, 2, 3)), queries)
     return sums
@@ -281,10 +290,6 @@ def mean_distance(weights_BHTS: Tensor, distance_SS: Tensor) -> Tensor:
     """The mean attention distance of every patch, (B, H, patches), ignoring the class token."""
     patches_BHSS = weights_BHTS[..., 1:, 1:]
     return (patches_BHSS * distance_SS).sum(-1) / patches_BHSS.sum(-1).clamp(min=1e-9)
-
-
-INDUCTION_TOKENS = 24  # in the repeated sequence
-INDUCTION_ROWS = 8
 
 
 @torch.no_grad()

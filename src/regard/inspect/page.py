@@ -21,10 +21,22 @@ from typing import Any
 
 import numpy as np
 
+from regard.text.codec import strong_ranges
 from regard.text.tokenizer import SHOWN
 
 MISSING = -32768  # stands for "no number" in signed arrays
 TOKEN_NAMES = dict(zip(("pad", "unk", "sos", "eos", "mask"), SHOWN, strict=True))  # of special tokens
+KIND_NAMES = {"encoder": "Encoder self-attention", "decoder": "Decoder self-attention", "cross": "Cross-attention"}
+PALETTES = {  # custom properties of the style sheets; the dark theme keeps the other colours of the light one
+    "light": {"paper": "#faf9f6", "card": "#ffffff", "ink": "#1c2026", "soft": "#5d6470", "faint": "#6c7380",
+              "line": "#e5e2db", "accent": "#1a5a9e", "on-accent": "#ffffff", "second": "#d08a3c", "wash": "#e8f0f8",
+              "warn": "#8a5a00", "warn-wash": "#fdf3dd"},
+    "dark": {"paper": "#131519", "card": "#1a1d22", "ink": "#e9e7e2", "soft": "#a4aab4", "faint": "#8f96a2",
+             "line": "#2c3038", "accent": "#84b9f2", "on-accent": "#10151b", "wash": "#1d2a3a", "warn": "#e9c46a",
+             "warn-wash": "#2b2514"},
+}  # fmt: skip
+RAMP = ["#ffffff", "#d6e4f1", "#80b2d8", "#2c70b0", "#082d63"]  # one hue; lightness encodes the value
+COLOURS = {name: " ".join(f"--{key}: {x};" for key, x in palette.items()) for name, palette in PALETTES.items()}
 IMPORT = re.compile(r"^import \{([^}]*)\} from \"(\.\.?/[\w/-]+\.js)\";[ \t]*\n", re.M)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|const|let|class) )", re.M)
 DECLARED = re.compile(r"^(export )?(?:async )?(?:function\*?|const|let|class) (\w+)", re.M)
@@ -121,12 +133,12 @@ def bundle(entry: str, read: Callable[[str], str] = read_asset) -> str:
 
 def page_hashes() -> dict[str, str]:
     """The hashes of the page's style and script, for the content security policy of a page that frames it."""
-    return {"style": _digest(read_asset("page/page.css")), "script": _digest(bundle("page/start.js"))}
+    return {"style": _digest(fill_template("page/page.css", COLOURS)), "script": _digest(bundle("page/start.js"))}
 
 
 def render_page(data: dict[str, Any], model: dict[str, Any] | None = None) -> str:
     """The HTML file of a trace (`Trace.page_data`) or, with a model, of a live page, which may compile WebAssembly."""
-    style = read_asset("page/page.css")
+    style = fill_template("page/page.css", COLOURS)
     script = bundle("page/start.js" if model is None else "page/live.js")
     compiles = "" if model is None else " 'wasm-unsafe-eval'"
     policy = (
@@ -138,8 +150,13 @@ def render_page(data: dict[str, Any], model: dict[str, Any] | None = None) -> st
     return fill_template("page/page.html", parts)
 
 
+def shared_constants() -> dict[str, Any]:
+    """The constants of the scripts of both pages: `web/shared/constants.js`."""
+    return {"tokens": TOKEN_NAMES, "strong": strong_ranges()}
+
+
 def fill_template(name: str, parts: dict[str, str]) -> str:
-    """An HTML file of `regard/web` with its placeholders filled; the inserted text is not searched for placeholders."""
+    """A file of `regard/web` with its placeholders filled; the inserted text is not searched for placeholders."""
     pieces = re.split(r"\[\[(\w+)\]\]", read_asset(name))
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from regard.errors import UserError, missing_extra
 from regard.files import replace_file
+from regard.inspect.page import KIND_NAMES, PALETTES, RAMP
 from regard.inspect.trace import AttentionMatrix, Trace
 
 if TYPE_CHECKING:
@@ -30,14 +31,20 @@ MAX_LABELS = 60  # labelled tokens on an axis
 LABEL_LENGTH = 16  # characters
 # Font families with glyphs that the default font lacks; families that are not installed are skipped.
 FALLBACKS = ("DejaVu Sans", *(f"Noto Sans{script}" for script in ("", " Arabic", " Hebrew", " Devanagari", " CJK JP")))
-INK = "#1c2026"
-SOFT = "#5d6470"
+INK = PALETTES["light"]["ink"]
+SOFT = PALETTES["light"]["soft"]
 LINE = "#d9d6cf"
-RAMP = ["#ffffff", "#d6e4f1", "#80b2d8", "#2c70b0", "#082d63"]  # one hue; lightness encodes the value
-LINE_COLOURS = ("#1a5a9e", "#d08a3c", "#5d6470", "#082d63")
+LINE_COLOURS = (PALETTES["light"]["accent"], PALETTES["light"]["second"], SOFT, RAMP[-1])
 SMALL = {"fontsize": 7, "color": SOFT}
 NON_JOINER = "\N{ZERO WIDTH NON-JOINER}"
-KIND_NAMES = {"encoder": "Encoder self-attention", "decoder": "Decoder self-attention", "cross": "Cross-attention"}
+SHADES = " ░▒▓█"
+DARKEST = (24, 26, 38)  # colour of weight 0
+BRIGHTEST = (96, 205, 255)  # colour of weight 1
+LTR_MARK = "\N{LEFT-TO-RIGHT MARK}"
+MIN_CELL = 2  # columns of a cell
+MAX_CELL = 12
+Weights = Sequence[Sequence[float]]  # rows: target tokens; columns: source tokens
+Cell = tuple[str, float | None]  # a text without a weight, or blanks of the width of the cell with its weight
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -191,16 +198,6 @@ def _colorbar(figure: Figure, image: Any, axes: Any, shrink: float, aspect: int)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=7, colors=SOFT, length=2)
     return bar
-
-
-SHADES = " ░▒▓█"
-DARKEST = (24, 26, 38)  # colour of weight 0
-BRIGHTEST = (96, 205, 255)  # colour of weight 1
-LTR_MARK = "\N{LEFT-TO-RIGHT MARK}"
-MIN_CELL = 2  # columns of a cell
-MAX_CELL = 12
-Weights = Sequence[Sequence[float]]  # rows: target tokens; columns: source tokens
-Cell = tuple[str, float | None]  # a text without a weight, or blanks of the width of the cell with its weight
 
 
 def draw_in_shades(

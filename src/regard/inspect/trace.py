@@ -28,7 +28,7 @@ MAX_TEXT = 4000  # characters of a text on the page
 MIN_POSITIONS = 32  # of a position heatmap
 MAX_ATTRIBUTED = 64  # output tokens, one backward pass each
 MAX_SILENCED = 500_000_000_000  # multiplications (a few seconds) spent on the importance of heads
-PAGE_CONSTANTS = {  # read by the page's script: web/shared/constants.js
+PAGE_CONSTANTS = {  # with the shared constants, read by the page's script: web/shared/constants.js
     "tokens": {**page.TOKEN_NAMES, "cls": CLASS_TOKEN},
     "notes": NOTE_TEXTS,
     "max_tokens": MAX_TOKENS,
@@ -42,12 +42,17 @@ PAGE_CONSTANTS = {  # read by the page's script: web/shared/constants.js
     "lens_candidates": logit_lens.LENS_CANDIDATES,
     "max_alignment_heads": MAX_HEADS,
     "nearly_best": MIN_MERIT,
+    "kind_names": {kind: name.removesuffix("-attention") for kind, name in page.KIND_NAMES.items()},
+    "head_names": head_statistics.NAMES,
+    "offset_names": head_statistics.OFFSET_NAMES,
+    "ramp": page.RAMP,
     "main_share": head_statistics.MAIN_SHARE,
     "part_share": head_statistics.PART_SHARE,
     "max_parts": head_statistics.MAX_PARTS,
     "even_share": head_statistics.EVEN_SHARE,
 }
 TOKEN_ROWS = {"encoder": ("source", "source"), "decoder": ("input", "input"), "cross": ("output", "source")}
+MaskedText = tuple[torch.Tensor, list[int]]  # ids, and the positions to mask one at a time
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,6 @@ class Trace:
         return f"Trace({texts}, score {self.score:.3f}, {plural(len(self.maps), 'attention map')})"
 
     def find(self, kind: str, layer: int) -> AttentionMap:
-        """The map of one layer and kind of attention."""
         maps = {(m.kind, m.layer): m for m in self.maps}
         if (kind, layer) not in maps:
             layers = ", ".join(f"{name} layer {number + 1}" for name, number in sorted(maps))
@@ -171,7 +175,7 @@ class Trace:
             "notes": [note._asdict() for note in self.notes],
         }
         data: dict[str, Any] = packer.json({f.name: plain.get(f.name, getattr(self, f.name)) for f in fields(self)})
-        return data | {"numbers": packer.pack(), "constants": PAGE_CONSTANTS}
+        return data | {"numbers": packer.pack(), "constants": page.shared_constants() | PAGE_CONSTANTS}
 
 
 def trace(
@@ -296,9 +300,6 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[HeadIndex] =
         attribution=attribution,
         importance=importance,
     )
-
-
-MaskedText = tuple[torch.Tensor, list[int]]  # ids, and the positions to mask one at a time
 
 
 def _attribution(

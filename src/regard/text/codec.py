@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 from unicodedata import bidirectional
@@ -15,6 +18,7 @@ from regard.recipe import Column
 from regard.text.tokenizer import ForeignTokenizer, Tokenizer
 
 Direction = Literal["ltr", "rtl"]
+STRONG: dict[str, Direction] = {"L": "ltr", "R": "rtl", "AL": "rtl"}  # by Unicode bidi class; others are not strong
 TOKENIZERS = SOURCE, TARGET, SHARED = "source.tokenizer.json", "target.tokenizer.json", "tokenizer.json"
 
 
@@ -196,9 +200,21 @@ def split_features(features: str, separator: str) -> list[str]:
 
 
 def direction(text: str) -> Direction:
-    """The direction of the first strong character (Unicode bidi class L, R or AL); left to right without one."""
-    strong = next((kind for kind in map(bidirectional, text) if kind in ("L", "R", "AL")), "L")
-    return "ltr" if strong == "L" else "rtl"
+    """The direction of the first strong character; left to right without one."""
+    return next((STRONG[kind] for kind in map(bidirectional, text) if kind in STRONG), "ltr")
+
+
+@cache
+def strong_ranges() -> dict[Direction, list[int]]:
+    """The ranges of strong characters of each direction, as [start, end, start, end, ...] in ascending order."""
+    ranges: dict[Direction, list[int]] = {"ltr": [], "rtl": []}
+    end = 0
+    for kind, run in groupby(STRONG.get(bidirectional(chr(code))) for code in range(sys.maxunicode + 1)):
+        start = end
+        end += len(list(run))
+        if kind is not None:
+            ranges[kind] += (start, end)
+    return ranges
 
 
 MAX_DISTINCT = 10_000  # further unknown tokens are counted only in total

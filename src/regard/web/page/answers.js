@@ -4,7 +4,7 @@
 
 import { h, put, roving } from "../shared/dom.js";
 import { isEnd, isSpecial, percent, plural, visible, word } from "../shared/text.js";
-import { MORE, searches } from "./session.js";
+import { MORE } from "./session.js";
 import { show } from "./words.js";
 
 export const answerNodes = () => ({
@@ -27,7 +27,7 @@ export function writeAnswer(live, side, nodes) {
   put(before);
   put(status, ...statusOf(side));
   if (!side.trace) return;
-  if (searches(engine)) {
+  if (engine.decodes) {
     writeHypothesis(live, side, nodes);
     if (side.before)
       put(

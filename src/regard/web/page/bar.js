@@ -6,14 +6,14 @@ import { plural } from "../shared/text.js";
 import { answerNodes, writeAnswer } from "./answers.js";
 import { choice } from "./controls.js";
 import { featureField, padOf, textField, tokenChips } from "./fields.js";
-import { BOUNDS, searches, STRATEGIES } from "./session.js";
+import { BOUNDS, STRATEGIES } from "./session.js";
 import { shorter } from "./words.js";
 
 export function barOf(live) {
   const sides = h("div", { class: "sides" }),
     silenced = h("span", { class: "silenced" }),
     tools = h("div", { class: "tools" });
-  const wishes = searches(live.engine) ? wishesOf(live) : null;
+  const wishes = live.engine.decodes ? wishesOf(live) : null;
   let parts = [];
   const node = h("section", { class: "bar-top", "aria-label": "Input and output" }, sides, tools);
   function rebuild() {
@@ -81,10 +81,10 @@ function examplesOf(live) {
 }
 
 const inputName = (engine) =>
-  searches(engine) && engine.task !== "lm" ? "source" : engine.task === "image" ? "image" : "text";
+  engine.decodes && engine.task !== "lm" ? "source" : engine.task === "image" ? "image" : "text";
 
 const outputName = (engine) =>
-  searches(engine)
+  engine.decodes
     ? engine.task === "lm"
       ? "continuation"
       : "output"

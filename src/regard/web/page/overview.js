@@ -5,7 +5,16 @@ import { direction } from "../shared/direction.js";
 import { percent } from "../shared/text.js";
 import { clamp, data, plane } from "./core.js";
 import { ink, textWidth, thumbnailImage } from "./surface.js";
-import { describeHeads, figureLabel, headDescription, headLabel, rightToLeft, shorter, tokensOf } from "./words.js";
+import {
+  describeHeads,
+  figureLabel,
+  headDescription,
+  headLabel,
+  isMixed,
+  rightToLeft,
+  shorter,
+  tokensOf,
+} from "./words.js";
 
 // pixels
 const PAD = 14,
@@ -141,7 +150,7 @@ function headsPart(sketch, map, x, y, width) {
   const size = clamp(Math.floor((width + GAP) / Math.min(count, 12)) - GAP, ...THUMB),
     across = Math.max(1, Math.min(count, Math.floor((width + GAP) / (size + GAP))));
   const lines = words.map((each) =>
-      wrap(size < SMALL_THUMB && each.what === "mixed" ? each.what : headLabel(each), size + GAP - 2, SMALL, 3),
+      wrap(size < SMALL_THUMB && isMixed(each.what) ? each.what : headLabel(each), size + GAP - 2, SMALL, 3),
     ),
     tall = NUMBER + size + GAUGE + Math.max(...lines.map((each) => each.length)) * SMALL_LINE + 8;
   map.heads.forEach((number, index) => {

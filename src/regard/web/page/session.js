@@ -14,8 +14,6 @@ export function firstWishes(engine) {
   return { strategy: continues ? "greedy" : "beam", beam: 5, temperature: 1, seed: 1, length: MORE, forbid: [] };
 }
 
-export const searches = (engine) => ["pairs", "span", "lm"].includes(engine.task);
-
 /**
  * One input and its answer.
  * @typedef {object} Side
@@ -122,7 +120,7 @@ export function look(engine, side) {
 const outcome = (engine, input, hypothesis) =>
   hypothesis
     ? { text: hypothesis.text, score: hypothesis.score, tokens: hypothesis.tokens }
-    : searches(engine)
+    : engine.decodes
       ? null
       : { steps: engine.trace(input, []).steps };
 

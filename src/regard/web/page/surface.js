@@ -1,20 +1,15 @@
 // @ts-check
 // Colours, and surfaces to draw on.
 
+import { constants } from "../shared/constants.js";
 import { h, SVG } from "../shared/dom.js";
 
 // Colours: one hue whose lightness encodes the value, and two hues around zero for signed values. Both are safe for
 // red-green colour blindness.
 
+const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const RAMPS = {
   light: {
-    up: [
-      [255, 255, 255],
-      [214, 228, 241],
-      [128, 178, 216],
-      [44, 112, 176],
-      [8, 45, 99],
-    ],
     over: [
       [164, 84, 8],
       [222, 168, 104],
@@ -46,12 +41,13 @@ export function setTheme(name) {
   themeName = name;
   document.documentElement.dataset.theme = name;
 }
+const stopsOf = (kind) => RAMPS[themeName][kind] ?? constants.ramp.map(rgb);
 const ramps = { light: {}, dark: {} };
 // The 256 colours of a scale.
 export function ramp(kind = "up") {
   const made = ramps[themeName];
   if (!made[kind]) {
-    const stops = RAMPS[themeName][kind];
+    const stops = stopsOf(kind);
     made[kind] = Array.from({ length: 256 }, (_, i) => {
       const x = (i / 255) * (stops.length - 1),
         k = Math.min(stops.length - 2, Math.floor(x));
@@ -88,9 +84,10 @@ const HUES = {
   ],
 };
 export const hue = (number) => HUES[theme()][number % 8];
-const GROUND = { light: [255, 255, 255], dark: [26, 29, 34] };
-export const hueShade = (number, share) =>
-  hue(number).map((c, i) => Math.round(GROUND[theme()][i] + Math.min(1, share) * (c - GROUND[theme()][i])));
+export const hueShade = (number, share) => {
+  const ground = ramp()[0];
+  return hue(number).map((c, i) => Math.round(ground[i] + Math.min(1, share) * (c - ground[i])));
+};
 
 // Custom properties of the style sheet and the font, cached because reading them for every token is slow.
 const inks = {};

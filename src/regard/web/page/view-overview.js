@@ -6,12 +6,11 @@ import { clickChoice, headButton, isSilenced } from "./controls.js";
 import { data } from "./core.js";
 import { overviewLayout } from "./overview.js";
 import { storedImportance } from "./session.js";
-import { canvasSurface } from "./surface.js";
+import { canvasSurface, ink } from "./surface.js";
 import { go, saveButtons, shell, state } from "./tabs.js";
 import { show } from "./words.js";
 
-const GAUGE_COLOUR = "#d08a3c",
-  IDLE = 250; // milliseconds without activity before heads are measured
+const IDLE = 250; // milliseconds without activity before heads are measured
 
 export const overviewView = {
   name: "overview",
@@ -119,10 +118,10 @@ function paintAll(surface, layout, importance) {
   for (const spot of layout.spots)
     if (spot.gauge) {
       const found = importance ? gaugeShare(importance.changes, spot) : null;
-      if (found) surface.rect(spot.gauge.x, spot.gauge.y, spot.gauge.w * found.share, 3, { fill: GAUGE_COLOUR });
+      if (found) surface.rect(spot.gauge.x, spot.gauge.y, spot.gauge.w * found.share, 3, { fill: ink("--second") });
       if (isSilenced(spot.map, spot.index))
         surface.path(`M${spot.gauge.x} ${spot.gauge.y - spot.gauge.w}l${spot.gauge.w} ${spot.gauge.w}`, {
-          stroke: GAUGE_COLOUR,
+          stroke: ink("--second"),
           line: 2,
         });
     }

@@ -24,8 +24,7 @@ export function show(x, digits = 3) {
   const text = Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= 10 ? x.toFixed(digits - 2) : x.toFixed(digits - 1);
   return text.replace("-", "−");
 }
-const KIND_NAMES = { cross: "Cross", encoder: "Encoder self", decoder: "Decoder self" };
-export const kindName = (kind) => KIND_NAMES[kind] || kind;
+export const kindName = (kind) => constants.kind_names[kind] || kind;
 
 // Words from subword pieces: a token with a leading space begins a word.
 
@@ -90,10 +89,8 @@ export function axesOf(planes, rowsName, columnsName, grouped) {
 const MIN_QUERIES = 3;
 
 function offsetName(kind, offset) {
-  const near = kind === "cross" ? { 0: "same position" } : { "-1": "previous token", 0: "own token", 1: "next token" };
-  return (
-    near[offset] || `${kind === "cross" ? "position" : "token"} ${Math.abs(offset)} ${offset < 0 ? "back" : "ahead"}`
-  );
+  const names = constants.offset_names[kind === "cross" ? "cross" : "self"];
+  return names[offset] || names[offset < 0 ? "back" : "ahead"].replace("{}", String(Math.abs(offset)));
 }
 
 // Sums over the queries of one head with several keys: weight per kind of key, and the number of queries with such a
@@ -134,8 +131,8 @@ class HeadSums {
       what !== null && share >= constants.main_share
         ? { what, share }
         : evenness >= constants.even_share
-          ? { what: "everything evenly", share: evenness }
-          : { what: "mixed", share };
+          ? { what: constants.head_names.even, share: evenness }
+          : { what: constants.head_names.mixed, share };
     return { ...main, parts: this.parts() };
   }
 
@@ -178,9 +175,10 @@ function sumTokens(m, kind, queries, keys) {
   counts.forEach((count, i) => {
     if (count) sums.add(offsetName(kind, i - T + 1), offsets[i], count);
   });
-  sums.add("first token", first, sums.queries);
-  if (kind !== "decoder") sums.add("last token", last, sums.queries);
-  if (kind !== "cross") sums.add("same token elsewhere", same, withSame);
+  const names = constants.head_names;
+  sums.add(names.first, first, sums.queries);
+  if (kind !== "decoder") sums.add(names.last, last, sums.queries);
+  if (kind !== "cross") sums.add(names.same, same, withSame);
   return sums;
 }
 
@@ -202,13 +200,11 @@ function sumPatches(m, { width, size }) {
       else if ((s - 1) % across === (t - 1) % across) inColumn += w;
     }
   }
-  for (const [what, weight] of [
-    ["class token", cls],
-    ["own patch", own],
-    ["same row", inRow],
-    ["same column", inColumn],
-  ])
-    sums.add(what, weight, sums.queries);
+  const names = constants.head_names;
+  sums.add(names.class, cls, sums.queries);
+  sums.add(names.patch, own, sums.queries);
+  sums.add(names.row, inRow, sums.queries);
+  sums.add(names.column, inColumn, sums.queries);
   return sums;
 }
 
@@ -235,15 +231,16 @@ export function describeHeads(trace) {
   const ranked = [...merits].sort((a, b) => b[2] - a[2]).slice(0, constants.max_alignment_heads);
   for (const [name, index, merit] of ranked)
     if (merit >= constants.nearly_best * ranked[0][2])
-      Object.assign(out.get(name)[index], { what: "alignment", share: merit });
+      Object.assign(out.get(name)[index], { what: constants.head_names.alignment, share: merit });
   described.set(trace, out);
   return out;
 }
 
 const percentOf = (share) => `${Math.round(100 * share)}%`;
 const sharesOf = (parts) => parts.map(([name, part]) => `${percentOf(part)} ${name}`).join(", ");
+export const isMixed = (what) => what === constants.head_names.mixed;
 export const headDescription = ({ what, share, parts }) =>
-  what === "mixed" && parts.length ? "mixed: " + sharesOf(parts) : `${what} ${percentOf(share)}`;
+  isMixed(what) && parts.length ? `${what}: ${sharesOf(parts)}` : `${what} ${percentOf(share)}`;
 // A shorter form: only the largest part of a mixed head.
 export const headLabel = ({ what, share, parts }) =>
-  what === "mixed" ? (parts.length ? `mixed, ${sharesOf(parts.slice(0, 1))}` : what) : `${what} ${percentOf(share)}`;
+  isMixed(what) ? (parts.length ? `${what}, ${sharesOf(parts.slice(0, 1))}` : what) : `${what} ${percentOf(share)}`;

@@ -1,12 +1,13 @@
 // @ts-check
 // Many lines: pasted or from a file, sent in parts, returned as TSV.
 
+import { constants } from "../shared/constants.js";
 import { h, put } from "../shared/dom.js";
 import { plural } from "../shared/text.js";
 import { patiently, post } from "./api.js";
-import { number } from "./format.js";
+import { BEAM } from "./format.js";
 
-const PART = 200; // lines per request
+const PART = 200; // lines per request, if the server accepts as many inputs
 const SHOWN = 100; // rows of the table
 const LARGEST = 50_000_000; // bytes of a file
 const ALONE = new Set([413, 422, 504]); // status codes that a smaller request may avoid
@@ -65,7 +66,7 @@ export class Batch {
       change: () => this.read(this.picker.files[0]),
     });
     this.held = h("p", { hidden: true });
-    this.beam = h("input", { id: "batch-beam", type: "number", min: 1, max: 20, step: 1, input: () => this.changed() });
+    this.beam = h("input", { id: "batch-beam", type: "number", ...BEAM, input: () => this.changed() });
     this.beam.value = "5";
     this.beamField = h("label", { class: "field", for: "batch-beam" }, h("span", {}, "Beam"), this.beam);
     this.format = h("p", { class: "dim" });
@@ -201,8 +202,9 @@ export class Batch {
     this.stop.hidden = this.bar.hidden = false;
     this.stop.focus();
     try {
-      for (let at = answers.length; at < this.given.length; at += PART) {
-        const part = await this.ask(this.given.slice(at, at + PART), signal);
+      const lines = Math.min(PART, constants.max_inputs);
+      for (let at = answers.length; at < this.given.length; at += lines) {
+        const part = await this.ask(this.given.slice(at, at + lines), signal);
         if (signal.aborted) break;
         this.errors.push(...part.map((x, i) => at + i).filter((i) => part[i - at].error));
         answers.push(...part);

@@ -7,6 +7,9 @@ import { isEnd, word as tokenWord } from "../shared/text.js";
 /** A token as an element; the end token is written "end". @param {string} token */
 export const word = (token) => (isEnd(token) ? h("bdi", { class: "special" }, "end") : tokenWord(token));
 
+/** Limits of the beam width on the page. */
+export const BEAM = { min: 1, max: 20, step: 1 };
+
 /** @param {number} x */
 export const number = (x) => x.toFixed(Math.abs(x) >= 100 ? 1 : 2).replace("-", "−");
 

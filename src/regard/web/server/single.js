@@ -4,7 +4,7 @@
 import { h, put } from "../shared/dom.js";
 import { percent, plural, visible } from "../shared/text.js";
 import { patiently, post, stream } from "./api.js";
-import { bar, number } from "./format.js";
+import { bar, BEAM, number } from "./format.js";
 import { Links } from "./links.js";
 import { flagNote, Output } from "./output.js";
 
@@ -47,7 +47,7 @@ export class Single {
     this.require = new Phrases("require", "Contains", () => this.changed(0));
     this.forbid = new Phrases("forbid", "Lacks", () => this.changed(0));
     this.numbers = {
-      beam: numeric("beam", 5, { min: 1, max: 20, step: 1 }, () => this.changed()),
+      beam: numeric("beam", 5, BEAM, () => this.changed()),
       temperature: numeric("temperature", 0, { min: 0, max: 5, step: 0.1 }, () => this.changed()),
       seed: numeric("seed", 1, { min: 0, step: 1 }, () => this.changed()),
       max_length: numeric("max_length", "", { min: 1, step: 1 }, () => this.changed()),

@@ -4,7 +4,9 @@
 /**
  * @typedef {object} Constants
  * @property {Record<"pad" | "unk" | "sos" | "eos" | "mask" | "cls", string>} tokens  names of special tokens
+ * @property {Record<"ltr" | "rtl", number[]>} strong  ranges of code points of each direction: [start, end, ...]
  * @property {number} max_tokens  tokens per side in a trace
+ * @property {number} max_inputs  inputs of a request to the server
  * @property {number} max_text  characters of a text that a page shows
  * @property {number} missing  stands for "no number" in packed signed integers
  * @property {number} shown_numbers  first numbers of a vector on a card
@@ -19,6 +21,10 @@
  * @property {number} part_share  share of a head's weight that is worth naming
  * @property {number} max_parts  named parts of a head's weight
  * @property {number} even_share  share of the largest possible entropy that counts as even attention
+ * @property {Record<import("../page/core.js").Kind, string>} kind_names
+ * @property {Record<"first" | "last" | "same" | "class" | "patch" | "row" | "column" | "even" | "mixed" | "alignment", string>} head_names
+ * @property {Record<"self" | "cross", Record<string, string>>} offset_names  by offset; `back` and `ahead` with {}
+ * @property {string[]} ramp  colours of increasing values in the light theme
  * @property {{shortened: string, limit: string}} notes  texts of notes; `shortened` with {side}, {count} and {limit}
  */
 
