@@ -35,11 +35,11 @@ class Batch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """A measure of the memory it needs: the number of ids on both sides, with padding."""
+        """A measure of the required memory: the number of ids on both sides, with padding."""
         return self.source_BS.numel() + self.label_BT.numel()
 
     def rows(self, rows: slice) -> Batch:
-        """Some of the rows, without padding that only other rows needed; the divisor of the loss is unchanged."""
+        """A part of the rows, trimmed to its own longest row; the divisor of the loss is unchanged."""
         if rows.stop - rows.start == len(self.label_BT):
             return self
         source_BS, source_keep_BS = _trim(self.source_keep_BS, rows, self.source_BS)
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
 
 
 def _trim(keep_BT: Tensor | None, rows: slice, x_BT: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Some rows, cut to the longest of them, and their keep-mask (None if nothing is padded)."""
+    """A part of the rows, cut to the longest of them, and its keep-mask (None if nothing is padded)."""
     if keep_BT is None:
         return x_BT[rows], None
     longest = int(keep_BT[rows].sum(1).max())
@@ -77,7 +77,7 @@ def in_parts(work: Callable[[slice], T], rows: int) -> Iterator[tuple[slice, T |
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        # Outside the handler: the error, and with it the memory that `work` allocated, has been released.
+        # Outside the handler, the error and the memory that `work` allocated have been released.
         if result is None and part.stop - part.start > 1:
             middle = (part.start + part.stop) // 2
             pending += [slice(middle, part.stop), slice(part.start, middle)]
@@ -118,14 +118,14 @@ class GlobalBatch(NamedTuple):
 
 
 def windows(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """The items in lists of `size`; the last one may be shorter."""
+    """Yield the items in lists of `size`; the last list may be shorter."""
     iterator = iter(items)
     while window := list(islice(iterator, size)):
         yield window
 
 
 def by_length(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices in batches of similar length, longest first; batch size times longest length is at most `budget`."""
+    """Yield batches of indices of similar length, longest first; batch size times longest length is within `budget`."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if batch and (len(batch) + 1) * lengths[batch[0]] > budget:

@@ -25,11 +25,11 @@ PositionKind = Literal[
 Output = Literal["tokens", "transformed", "classes", "none"]
 Frame = Literal["end", "both", "start", "none"]
 
-# Larger values are typing errors or attacks. Up to this limit, torch can count the elements of every tensor.
+# Larger values are mistakes or attacks. Up to this limit, torch can count the elements of every tensor.
 MAX_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT, strict=True)]  # strict: true is not 1
 Id = Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)]
-MAX_TOKENS = 2**21  # in a vocabulary: eight times the largest published ones
+MAX_TOKENS = 2**21  # in a vocabulary: eight times the largest published vocabularies
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS, strict=True)]
 Width = Annotated[int, Field(ge=1, le=1_000_000, strict=True)]
 Few = Annotated[int, Field(ge=1, le=1000, strict=True)]
@@ -177,7 +177,7 @@ class Stack(Value):
     input_feeding: bool = Field(False, description="recurrent decoder: feed the attentional vector into the next step")
     attend_first: bool = Field(False, description="recurrent decoder: attend before the step, not after")
     kept_heads: tuple[tuple[int, ...], ...] | None = Field(None, description="unpruned heads of each layer")
-    kept_cross_heads: tuple[tuple[int, ...], ...] | None = Field(None, description="the same for cross-attention")
+    kept_cross_heads: tuple[tuple[int, ...], ...] | None = Field(None, description="unpruned cross-attention heads")
 
     @property
     def recurrent(self) -> bool:
@@ -356,7 +356,7 @@ class Config(Value):
         yield recurrent and uneven, message
 
     def _output_problems(self) -> Iterator[Problem]:
-        """Problems of the output layer, and of options that need an encoder without a decoder."""
+        """Checks of the output layer, and of options that need an encoder without a decoder."""
         consistent = (self.output == "classes") == (self.classes is not None)
         yield not consistent, "output classes and the number of classes belong together"
         encoder_only = self.encoder is not None and self.decoder is None and not self.encoder.recurrent
@@ -400,7 +400,7 @@ def mistakes(kind: type[BaseModel], error: ValidationError, where: str) -> UserE
 
 
 def explain(kind: type[BaseModel], item: dict[str, Any]) -> str:
-    """One of pydantic's errors about a value of this kind, as a line that starts with its key."""
+    """Describe an error of pydantic about a value of this kind in a line that starts with its key."""
     path = [str(part) for part in item["loc"]]
     key = ".".join(path)
     if item["type"] == "value_error":
@@ -434,7 +434,7 @@ def _probable_key(kind: type[BaseModel], word: str) -> str:
 
 
 def _tables(kind: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The types of the fields that are tables."""
+    """The types of the fields that hold tables, by name."""
     types = {name: (field.annotation, *get_args(field.annotation)) for name, field in kind.model_fields.items()}
     return {name: option for name, options in types.items() for option in options if hasattr(option, "model_fields")}
 

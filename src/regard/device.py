@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from regard.errors import UserError
+from regard.recipe import DEVICES
 from regard.suggest import closest
 
 
@@ -33,17 +34,16 @@ def tune_allocator() -> bool:
 
 
 def release_memory() -> None:
-    """Return freed memory to the system; glibc itself returns only memory at the end of the heap."""
-    with suppress(OSError, AttributeError):  # another libc has no such function
+    """Return freed memory to the system; by default, glibc returns only memory at the end of the heap."""
+    with suppress(OSError, AttributeError):  # another libc lacks this function
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def choose_device(request: str, local_rank: int = 0) -> torch.device:
     """The device with this name; `auto` selects a GPU if one is available."""
     kind, colon, index = request.partition(":")
-    known = ("auto", "cpu", "cuda", "mps")
-    if kind not in known or (colon and kind != "cuda"):
-        raise UserError(f"device: must be auto, cpu, cuda, cuda:N or mps, not {request!r}{closest(kind, known)}")
+    if kind not in DEVICES or (colon and kind != "cuda"):
+        raise UserError(f"device: must be auto, cpu, cuda, cuda:N or mps, not {request!r}{closest(kind, DEVICES)}")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if kind == "cuda":
@@ -76,10 +76,9 @@ print(min(timeit.repeat(bf16, number=1, repeat=20)) / min(timeit.repeat(fp32, nu
 
 @cache
 def bf16_problem(device: torch.device, probe: str = _PROBE, slow: bool = True) -> str | None:
-    """The reason not to use bfloat16 on a device, or None.
+    """The reason not to use bfloat16 on a device, or None; with `slow`, no speed-up over fp32 is a reason too.
 
-    A CPU is probed in a child process, because unsupported instructions crash it. With `slow`, a bfloat16 that is not
-    faster than fp32 is a reason too.
+    A CPU is probed in a child process, because unsupported instructions would crash this one.
     """
     if device.type == "cuda":
         return None if torch.cuda.is_bf16_supported() else "this GPU does not support bfloat16"

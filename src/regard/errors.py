@@ -6,7 +6,7 @@ OUT_OF_MEMORY_PHRASES = ("can't allocate memory", "not enough memory", "out of m
 
 
 class UserError(Exception):
-    """A mistake of the user; the command line prints its message and exits with 2."""
+    """A mistake of the user; the command line prints the message and exits with 2."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -61,7 +61,7 @@ def replace_directory(path: Path, write: Callable[[Path], object], temporary: Pa
 
 @contextmanager
 def _replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """A temporary path that the context renames to `path`. Removed after a failure; a failed write is a UserError."""
+    """A temporary path, to be renamed to `path`; removed after a failure. A failed write becomes a UserError."""
     temporary = temporary or path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
@@ -79,15 +79,23 @@ def _replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
         sync(path.parent)
 
 
+def make_directory(path: Path, name: str) -> None:
+    """Make a directory and its parents; `name` is its name in the error."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{name}: cannot make this directory: {error.strerror or error}") from None
+
+
 class LockHeld(UserError):
     """Another process holds the lock."""
 
 
 @contextmanager
 def hold_lock(path: Path, name: str) -> Iterator[bool]:
-    """Hold the lock on `path` -> whether the file system supports locks. LockHeld names a process that holds it.
+    """Hold the lock on `path` -> whether the file system supports locks. LockHeld names the process that holds it.
 
-    The kernel releases the lock when its process ends in any way, so a leftover lock file does no harm.
+    The kernel releases the lock whenever its process exits, so a leftover lock file is harmless.
     """
     try:
         handle, supported = _lock(path, name)
@@ -99,7 +107,7 @@ def hold_lock(path: Path, name: str) -> Iterator[bool]:
         try:
             with suppress(OSError):
                 if os.path.samestat(os.stat(path), os.fstat(handle)):
-                    os.unlink(path)  # before the release: a process that has opened this file opens the new one instead
+                    os.unlink(path)  # before the release: a process waiting with this file open then opens a new one
         finally:
             os.close(handle)
 
@@ -204,8 +212,8 @@ def sync(path: Path) -> None:
 
 MANIFEST = "manifest.json"
 MAX_HASHED_BYTES = 16 * 2**20  # larger files are hashed only by `verify`; hashing one of this size takes 10 to 40 ms
-MAX_TEXT_BYTES = 64 * 2**20  # of files that are read as a whole: twice the largest published tokenizers
-TEXT_SUFFIXES = (".json", ".toml", ".txt", ".model", ".spm")  # of files that are read as a whole
+MAX_TEXT_BYTES = 64 * 2**20  # limit of files that are read as a whole: twice the largest published tokenizers
+TEXT_SUFFIXES = (".json", ".toml", ".txt", ".model", ".spm")  # suffixes of files that are read as a whole
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
 
@@ -235,7 +243,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def update_manifest(directory: Path, names: Iterable[str]) -> None:
-    """Measure files and write their entries. Other entries are kept while their files exist."""
+    """Write the entries of these files. Other entries are kept while their files exist."""
     files = {name: measure_file(directory / name) for name in names if (directory / name).is_file()}
     _write(directory, {n: e for n, e in _entries(directory).items() if (directory / n).is_file()} | files)
 
@@ -244,7 +252,7 @@ def update_manifest(directory: Path, names: Iterable[str]) -> None:
 def rewriting(directory: Path, *names: str) -> Iterator[None]:
     """Update the entries of files that are written inside the context.
 
-    The entries are removed first, so that after a kill a file has no entry instead of a wrong one.
+    The entries are removed first: after a kill, a file has no entry instead of a wrong one.
     """
     before = _entries(directory)
     if before.keys() & set(names):
@@ -265,7 +273,6 @@ def _write(directory: Path, files: dict[str, Entry]) -> None:
 
 
 def measure_file(path: Path) -> Entry:
-    """The hash and the size of a file."""
     try:
         with path.open("rb") as file:
             return Entry(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size=file.tell())

@@ -83,7 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def output_loss(
     x_ND: Tensor, weight_VD: Tensor, label_N: Tensor, smoothing: float, bias_V: Tensor | None = None
 ) -> Loss:
-    """The loss of the LM head on hidden states; label smoothing spreads `smoothing` evenly over the vocabulary."""
+    """The loss of hidden states under the LM head; label smoothing spreads `smoothing` evenly over the vocabulary."""
     if torch.is_grad_enabled() and not torch.is_autocast_enabled(x_ND.device.type):
         return Loss(*_ChunkedLoss.apply(x_ND, weight_VD, bias_V, label_N, smoothing))
     total = Loss(*(x_ND.new_zeros((), dtype=torch.float32) for _ in Loss._fields))

@@ -1,4 +1,4 @@
-"""Metrics: pure functions of outputs and references, with bootstrap intervals and p-values; shares are in percent.
+"""Metrics as pure functions of outputs and references, with bootstrap intervals and p-values; shares are in percent.
 
 accuracy    share of sequences that equal a reference
 wer         100 - accuracy: the word error rate of pronunciation and inflection tasks
@@ -14,6 +14,7 @@ pseudo_perplexity, the perplexity of masked tokens given all other tokens.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
@@ -32,6 +33,7 @@ Sums = tuple[np.ndarray, np.ndarray]  # numerators and denominators of all examp
 
 SAMPLES = 1000
 SEED = 12345  # the default of sacrebleu
+EXACT_DIGITS = 20  # decimals that represent every score exactly
 LOWER_IS_BETTER = frozenset({"wer", "per", "cer", "ter", "perplexity", "pseudo_perplexity", "loss", "bits_per_char"})
 
 
@@ -52,14 +54,14 @@ class MetricSettings(Value):
 
     bleu_tokenize: BleuTokenizer = Field(
         "13a",
-        description="Tokenizer of sacrebleu for bleu: 13a, intl, zh, char or none; with further packages ja-mecab, "
+        description="Tokenizer of sacrebleu for bleu: 13a, intl, zh, char or none; with additional packages ja-mecab, "
         "ko-mecab, flores101 or flores200.",
     )
     lowercase: bool = Field(False, description="Ignore case.")
 
 
 DEFAULTS = MetricSettings()
-# The units of a text that are edited; accuracy and wer compare the whole text.
+# Functions that split a text into the units of its edit distance; accuracy and wer compare the whole text.
 UNITS: dict[str, Callable[[str], Sequence[Hashable]]] = {"per": str.split, "cer": str}
 RATIOS = ("accuracy", "wer", *UNITS)
 METRICS = (*RATIOS, "bleu", "chrf", "chrf++", "ter", "perplexity")
@@ -107,8 +109,10 @@ def measure(
     value = float(result.score)  # it may be a number of numpy
     if samples < 2:
         return Measurement(value, signature=signature)
-    low, high = float(result._mean - result._ci), float(result._mean + result._ci)
-    return Measurement(value, low, high, signature)
+    interval = json.loads(result.format(EXACT_DIGITS, signature=signature, is_json=True))  # without keys if all are 0
+    mean = interval.get("confidence_mean", 0.0)
+    half = interval.get("confidence_var", 0.0)
+    return Measurement(value, mean - half, mean + half, signature)
 
 
 def measure_perplexity(
@@ -138,7 +142,7 @@ def compare(
     samples: int = SAMPLES,
     settings: MetricSettings = DEFAULTS,
 ) -> float:
-    """p-value of the difference between two systems on the same examples, by paired bootstrap resampling."""
+    """The p-value of the difference between two systems on the same examples, by paired bootstrap resampling."""
     if name in RATIOS:
         ours, theirs = (ratio(name, texts, references, settings) for texts in (hypotheses, others))
         return compare_sums(ours, theirs, samples)
@@ -155,7 +159,7 @@ def compare(
 
 
 def compare_sums(ours: Sums, theirs: Sums, samples: int = SAMPLES) -> float:
-    """The same for a ratio of sums: the probability of a difference this large between equal systems."""
+    """The p-value for a ratio of sums: the probability of such a difference between equal systems."""
     picks = _picks(len(ours[0]), samples)
     differences = _shares(*_resample(ours, picks)) - _shares(*_resample(theirs, picks))
     actual = float(_shares(ours[0].sum(), ours[1].sum()) - _shares(theirs[0].sum(), theirs[1].sum()))
@@ -176,7 +180,7 @@ def _interval(sums: Sums, score: Callable[[Any, Any], np.ndarray], samples: int)
 
 
 def _picks(count: int, samples: int) -> list[np.ndarray]:
-    """How often each example is drawn, for each sample; uint16 saves memory."""
+    """The number of times that each example is drawn, for each sample; uint16 saves memory."""
     rng = np.random.default_rng(SEED)
     return [np.bincount(rng.integers(count, size=count), minlength=count).astype(np.uint16) for _ in range(samples)]
 
@@ -186,12 +190,12 @@ def _resample(sums: Sums, picks: list[np.ndarray]) -> Sums:
 
 
 def _limit_samples(samples: int, count: int) -> int:
-    """Limit the memory of sacrebleu, which draws all samples at once, to about half a gigabyte."""
+    """Limit sacrebleu, which draws all samples at the same time, to about half a gigabyte of memory."""
     return min(samples, max(100, 5_000_000 // count))
 
 
 def _streams(references: References) -> list[list[str]]:
-    """The references in the layout of sacrebleu: all first ones, all second ones, ..., padded with None."""
+    """The references in the layout of sacrebleu: the first of every example, the second ..., padded with None."""
     return [list(stream) for stream in zip_longest(*alternatives(references))]
 
 
@@ -219,7 +223,7 @@ def _sacrebleu(name: str, settings: MetricSettings) -> Any:
         return BLEU(force=True, lowercase=settings.lowercase, tokenize=tokenize)
     except (ImportError, RuntimeError):
         extra = {"ja-mecab": "'sacrebleu[ja]'", "ko-mecab": "'sacrebleu[ko]'"}.get(tokenize, "sentencepiece")
-        raise UserError(f"--bleu-tokenize {tokenize}: it needs a further package: pip install {extra}") from None
+        raise UserError(f"--bleu-tokenize {tokenize}: needs another package: pip install {extra}") from None
     except OSError as error:  # sacrebleu downloads a sentencepiece model
         raise UserError(f"--bleu-tokenize {tokenize}: sacrebleu cannot get its model: {error}") from None
 
@@ -236,7 +240,7 @@ MIN_LABEL_EXAMPLES = 5  # of each label on average; otherwise the references are
 
 
 def content_of(references: Sequence[str], scheme: str | None) -> Content:
-    """The kind of references that a run tokenises by `scheme`; without a run (None), guessed from the text."""
+    """The kind of references with this token scheme of a run; None: guess from the text."""
     if scheme == "space":
         return "tokens"
     words = [word for reference in references for word in reference.split()]

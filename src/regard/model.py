@@ -93,7 +93,7 @@ class Model(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def attentions(self) -> dict[str, Attention | LSHAttention]:
-        """Every attention by module name; one that two modules share has its first."""
+        """Every attention by module name; a shared attention has its first name."""
         return {name: part for name, part in self.named_modules() if isinstance(part, Attention | LSHAttention)}
 
     def encode(self, source_BS: Tensor, keep_BS: Tensor | None = None) -> State:
@@ -224,7 +224,7 @@ def on_meta(config: Config) -> Model:
 
 
 def allocate(model: Model, device: str | torch.device = "cpu") -> Model:
-    """Allocate the weights of a model on the meta device; their values are arbitrary until they are loaded."""
+    """Allocate the weights of a model on the meta device, uninitialised."""
     for module in model.modules():  # the model has no buffers
         for name, x in module.named_parameters(recurse=False):
             # to_empty would import sympy: it calls empty_like on a meta tensor
@@ -232,7 +232,7 @@ def allocate(model: Model, device: str | torch.device = "cpu") -> Model:
             setattr(module, name, nn.Parameter(empty, x.requires_grad))
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    model._tie()  # the loop above has replaced a shared tensor by two
+    model._tie()  # the loop above has replaced the shared tensor by two tensors
     return model
 
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-MAX_ROWS = 200  # of a long list
+MAX_ROWS = 200  # of a table
 MAX_TEXT = 2000  # characters per cell
 _CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
 
@@ -22,7 +22,7 @@ def text_cell(value: object, shade: float = 0.0, tag: str = "td") -> str:
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[object] = (), caption: str = "") -> str:
-    """A table; without a header the first column has the names."""
+    """An HTML table; without a header, the first column holds the names."""
     top = "<thead><tr>" + "".join(text_cell(each, tag="th") for each in header) + "</tr></thead>" if header else ""
     body = []
     for row in rows:
@@ -32,7 +32,7 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[object] = (), capti
 
 
 def table_of(rows: Sequence[Mapping[str, object]], caption: str = "") -> str:
-    """A table of rows given as columns by name."""
+    """An HTML table of rows that map column names to values."""
     header = list(dict.fromkeys(name for row in rows for name in row))
     shown = [[row.get(name) for name in header] for row in rows[:MAX_ROWS]]
     rest = len(rows) - len(shown)
@@ -40,7 +40,7 @@ def table_of(rows: Sequence[Mapping[str, object]], caption: str = "") -> str:
 
 
 def token_table(tokens: Sequence[str], scores: Sequence[float], caption: str = "") -> str:
-    """Tokens over their log-probabilities, shaded by their probabilities."""
+    """A row of tokens above a row of their log-probabilities, shaded by their probabilities."""
     first = "".join(text_cell(token, tag="th") for token in tokens)
     second = "".join(text_cell(float(score), math.exp(min(0.0, score))) for score in scores)
     return f"<table>{_caption(caption)}<tbody><tr>{first}</tr><tr>{second}</tr></tbody></table>"
@@ -79,11 +79,12 @@ class Results(list[T]):
         self.inputs = tuple(inputs)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Explain how to reach an attribute of the results, which the list does not have."""
+        """Explain how to access an attribute of the results, which the list does not have."""
         first: Any = self[:1]
         index = ""
         while isinstance(first, list) and first:
-            first, index = first[0], index + "[0]"
+            first = first[0]
+            index += "[0]"
         if name.startswith("_") or isinstance(first, list) or not hasattr(first, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         kind = "one list of hypotheses per input" if index == "[0][0]" else "a list"

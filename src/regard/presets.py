@@ -46,7 +46,7 @@ PRESETS, ABOUT = _load_presets()
 
 
 def with_changes(base: Table, changes: Table) -> Table:
-    """`base` merged with `changes`; keys that are set for both stacks do not create a stack that `base` lacks."""
+    """`base` merged with `changes`; changes of both stacks do not create a stack that `base` lacks."""
     encoder = changes.get("encoder")
     decoder = changes.get("decoder")
     if isinstance(encoder, dict) and isinstance(decoder, dict):
@@ -78,7 +78,7 @@ def unused_changes(base: Table, changes: Table) -> list[tuple[str, str]]:
 
 
 def refuse_unused(base: Table, changes: Table) -> None:
-    """Raise an error that names the changes without effect."""
+    """Raise UserError for changes that a recurrent stack does not use."""
     if unused := unused_changes(base, changes):
         names = ", ".join(f"{stack}.{key}" for stack, key in unused)
         raise UserError(f"model: {names}: not used by a recurrent stack (gru, lstm), only by attention layers")
@@ -92,7 +92,7 @@ def preset(
     target_vocab: int | None = None,
     changes: Table | None = None,
 ) -> Config:
-    """The config of a preset with the given vocabulary sizes (`vocab` sets both sides) and changed keys."""
+    """The config of a preset with these vocabulary sizes (`vocab` sets both sides) and changed keys."""
     if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"{one_of('preset', str(name), PRESETS)}\n  regard info describes them")
     if changes is not None and not isinstance(changes, dict):
@@ -138,7 +138,7 @@ def changed_recipe(
 
 
 def model_without_data(recipe: Recipe, vocab: int | None, where: str) -> Config:
-    """The model of a recipe before its vocabulary is known: its size is `vocab`, or the size in its token scheme."""
+    """The model of a recipe before its data is read; the vocabulary size is `vocab` or that in the token scheme."""
     if recipe.preset == "auto":
         raise UserError(f"{where}: its preset is chosen from the data; name one with --set preset=transformer-small")
     source, target = (

@@ -19,9 +19,10 @@ Metric = Literal["loss", "accuracy", "wer", "per", "bleu", "chrf"]
 Strategy = Literal["ddp", "fsdp"]
 Schedule = Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"]
 Weight = Annotated[float, Field(gt=0)]
-FILES = ("train", "source", "target", "valid", "valid_source", "valid_target")  # of the data
+DEVICES = ("auto", "cpu", "cuda", "mps")
+FILES = ("train", "source", "target", "valid", "valid_source", "valid_target")  # keys of `data` that name files
 FOLDER = Path(__file__).parent / "recipes"
-MAX_DEPTH = 8  # nested tables
+MAX_DEPTH = 8  # of nested tables
 
 
 def option(default: Any, description: str, metavar: str | None = None, **settings: Any) -> Any:
@@ -37,7 +38,7 @@ class Text(Value):
     target_tokens: str = option("auto", "The same for the targets.")
     shared: bool = option(False, "One vocabulary for both sides.")
     min_count: Count = option(1, "Tokens rarer than this are unknown (char, space, word).")
-    feature_separator: str = option(";", "Between the features of an example.", min_length=1)
+    feature_separator: str = option(";", "Separator of the features of an example.", min_length=1)
 
 
 class Data(Value):
@@ -173,9 +174,9 @@ class Train(Value):
     @field_validator("device")
     @classmethod
     def _device(cls, device: str) -> str:
-        kind, known = device.split(":")[0], ("auto", "cpu", "cuda", "mps")
-        if kind not in known:
-            raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r}{closest(kind, known)}")
+        kind = device.split(":")[0]
+        if kind not in DEVICES:
+            raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r}{closest(kind, DEVICES)}")
         return device
 
 
@@ -230,7 +231,7 @@ class Recipe(Value):
 
 
 def read_toml(text: str, where: str) -> dict[str, Any]:
-    """Parse a TOML text; deep nesting and integers of more than 64 bits are refused."""
+    """Parse a TOML text; refuse deep nesting and integers of more than 64 bits."""
     wrong = UserError(f"{where}: an integer of more than 64 bits, or tables or lists nested too deeply")
     try:
         tables = tomllib.loads(text)
@@ -262,17 +263,15 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 
 def load_recipe(tables: dict[str, Any], where: str = "recipe") -> Recipe:
-    """Validate tables as a recipe."""
     return parse(Recipe, tables, where)
 
 
 def recipe_names() -> list[str]:
-    """The names of the shipped recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def recipe_summary(name: str) -> str:
-    """The purpose of a shipped recipe: the comment in its first line."""
+    """The description of a shipped recipe: the comment in its first line."""
     with (FOLDER / f"{name}.toml").open(encoding="utf-8") as file:
         return file.readline().removeprefix("#").strip().rstrip(".")
 
@@ -330,7 +329,7 @@ SECTIONS: dict[str, type[Value]] = {"text": Text, "data": Data, "train": Train}
 
 
 def setting_names() -> list[str]:
-    """The keys that `--set` accepts by their bare names."""
+    """The keys that `--set` accepts without a section."""
     tables: list[type[Value]] = [Stack, Config, *SECTIONS.values()]
     return ["preset", "task", *(name for table in tables for name in table.model_fields)]
 
@@ -339,7 +338,7 @@ STACK_KEYS = [f"{stack}.{name}" for stack in BOTH for name in Stack.model_fields
 
 
 def setting_keys() -> list[str]:
-    """Suggestions for an unknown key of `--set`: bare names, and keys of one stack."""
+    """Suggestions for an unknown key of `--set`: keys without a section, and keys of one stack."""
     return [*setting_names(), *STACK_KEYS]
 
 
@@ -356,8 +355,7 @@ def _paths(key: str) -> list[list[str]]:
         if parts[0] == "model" and len(parts) == 2:
             known = [*Stack.model_fields, *Config.model_fields]
             if parts[1] not in known:
-                hint = closest(parts[1], [*known, *STACK_KEYS])
-                raise UserError(f"--set {key}: the model has no such key{hint}")
+                raise UserError(f"--set {key}: the model has no such key{closest(parts[1], [*known, *STACK_KEYS])}")
             return _in_both_stacks(parts[1]) if parts[1] in Stack.model_fields else [parts]
         return [parts]
     if key in ("preset", "task"):

@@ -28,11 +28,12 @@ from regard.suggest import nearest
 from regard.tasks import TASKS, Task, TaskName, infer_task
 from regard.text.codec import TOKENIZERS, Codec, TextConfig
 
-MAX_NAMED = 5  # runs in a message
+MAX_NAMED_RUNS = 5  # in a message
+MAX_DIFFERENCES = 20  # in a message
 FORMAT = 1
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-HEADS = "alignment.json"  # the heads that alignments are read from
+HEADS = "alignment.json"  # the attention heads that give alignments
 RECIPE = "recipe.toml"
 CHAT_TEMPLATE = "chat_template.jinja"  # of a converted model, for other programs
 READ = (CONFIG, WEIGHTS, HEADS, *TOKENIZERS)  # files that loading and decoding read
@@ -67,7 +68,7 @@ class Run:
     path: Path
     labels: tuple[str, ...] = ()
     pixels: Pixels | None = None
-    task_name: TaskName | None = None  # None: as the model suggests
+    task_name: TaskName | None = None  # None: inferred from the model
     generation: Generation = field(default_factory=Generation)
     packed: PackedWeights = field(default_factory=PackedWeights, init=False, repr=False, compare=False)
 
@@ -83,14 +84,15 @@ class Run:
 
     def never_produced(self, unknown: bool = False) -> list[int]:
         """Ids excluded from outputs: special tokens except the end and, on request, `unknown`; ids without a token."""
-        ids, vocab = self.config.ids, self.config.target_vocab
-        never = {ids.pad, ids.sos, ids.mask, *([] if unknown else [ids.unk]), *self.generation.suppressed}
-        never |= set(range(self.codec.target.size, vocab))
-        return sorted(index for index in never - {ids.eos} if index is not None and index < vocab)
+        ids = self.config.ids
+        vocab = self.config.target_vocab
+        excluded = {ids.pad, ids.sos, ids.mask, *([] if unknown else [ids.unk]), *self.generation.suppressed}
+        excluded |= set(range(self.codec.target.size, vocab))
+        return sorted(index for index in excluded - {ids.eos} if index is not None and index < vocab)
 
     @property
     def facts(self) -> dict[str, str]:
-        """The architecture in words."""
+        """The architecture, as text by name."""
         config = self.config
         facts = {name: _describe(stack) for name, stack in config.stacks.items()}
         if self.task.reads == "images":
@@ -108,18 +110,17 @@ class Run:
         return f"{type(self).__name__}({str(self.path)!r}, task {self.task.name}, {self.model.size:,} parameters)"
 
     def _repr_html_(self) -> str:
-        tokens, labels = self.codec.config, self.label_names
         facts = {"task": f"{self.task.name}: {self.task.summary}", **self.facts}
         if self.task.reads != "images":
-            sides = (tokens.source_tokens, tokens.target_tokens)[: 1 + self.task.seq2seq]
-            facts["tokens"] = " to ".join(sides)
-        if labels:
+            text = self.codec.config
+            facts["tokens"] = " to ".join((text.source_tokens, text.target_tokens)[: 1 + self.task.seq2seq])
+        if labels := self.label_names:
             facts["labels"] = ", ".join(labels[:10]) + (", ..." if len(labels) > 10 else "")
         return table({**facts, "device": self.model.device}.items(), caption=str(self.path))
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu", verify: bool = False) -> Self:
-        """Open a run with unchanged files; `verify` also checks the SHA-256 of large weights, not only their size."""
+        """Open a run whose files are unchanged; `verify` also hashes large weights, whose size is always checked."""
         path = Path(path)
         try:
             run = cls._read(path, device)
@@ -139,16 +140,13 @@ class Run:
         _require_rows(path, config.model, config.text.sizes or ())
         codec = Codec.load(path, config.text)
         _require_rows(path, config.model, (codec.source_vocab, codec.target_vocab))
-        about = (config.labels, config.pixels, config.task, config.generation)
-        return cls(config.model, codec, model.eval(), path, *about)
+        settings = (config.labels, config.pixels, config.task, config.generation)
+        return cls(config.model, codec, model.eval(), path, *settings)
 
     def save(self, path: str | Path) -> None:
         """Write the files that are needed to use the run."""
         path = Path(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{path}: cannot make this directory: {error.strerror}") from None
+        files.make_directory(path, str(path))
         config = RunConfig(
             model=self.config,
             text=self.codec.config,
@@ -222,8 +220,8 @@ def read_config(path: Path) -> RunConfig:
     if not (path / CONFIG).is_file():
         hint = " (was the training stopped before its start?)"
         if inside := [str(path / name) for name in _runs_in(path)]:
-            more = f" and {len(inside) - MAX_NAMED:,} more" if len(inside) > MAX_NAMED else ""
-            hint = f"; there are runs in it: {', '.join(inside[:MAX_NAMED])}{more}"
+            more = f" and {len(inside) - MAX_NAMED_RUNS:,} more" if len(inside) > MAX_NAMED_RUNS else ""
+            hint = f"; there are runs in it: {', '.join(inside[:MAX_NAMED_RUNS])}{more}"
         raise UserError(f"{path}: not a run directory: it has no {CONFIG}{hint}")
     data = files.read_json(path / CONFIG)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -244,7 +242,7 @@ def closest_run(path: Path) -> str:
 
 
 def _runs_in(directory: Path) -> list[str]:
-    """The names of the readable runs in a directory."""
+    """The names of the runs in a directory that can be read."""
     names = []
     with suppress(OSError):
         for file in sorted(directory.glob(f"[!.]*/{CONFIG}")):
@@ -256,7 +254,7 @@ def _runs_in(directory: Path) -> list[str]:
 
 
 def saved_recipe(run: Path) -> Recipe:
-    """The complete recipe that a run was trained with."""
+    """The complete recipe of a run."""
     return load_recipe(read_recipe(run / RECIPE), str(run / RECIPE))
 
 
@@ -283,7 +281,7 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
 
 
 def require_layers(config: Config, tensors: int, where: str) -> None:
-    """Raise UserError for a config with more layers than tensors, before any layers are created."""
+    """Raise UserError for a config with more layers than tensors; called before layers are created."""
     layers = sum(stack.layers for stack in config.stacks.values())
     if layers > tensors:
         message = f"missing: config.json has {layers} layers, the file only {tensors} tensors"
@@ -292,7 +290,7 @@ def require_layers(config: Config, tensors: int, where: str) -> None:
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[Any]:
-    """A file of weights."""
+    """Open a safetensors file; failures are UserErrors."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; the run has no weights yet")
     try:
@@ -303,7 +301,7 @@ def open_weights(path: Path) -> Iterator[Any]:
 
 
 def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -> None:
-    """Load weights; missing, extra and misshapen names are reported together, before a meta model is allocated."""
+    """Load weights; wrong names and shapes are reported together, before a model on the meta device is allocated."""
     with open_weights(path) as file:
         names = file.keys()
         stored = {name: list(file.get_slice(name).get_shape()) for name in names}
@@ -325,8 +323,13 @@ def require_shapes(
         if stored[name] != expected[name]:
             wrong.append(f"{name}: shape {stored[name]} where config.json says {expected[name]}")
     if wrong:
-        more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
-        raise UserError(f"{where}: weights do not fit config.json\n  " + "\n  ".join([*wrong[:20], *more]))
+        raise UserError(f"{where}: weights do not fit config.json\n  {list_differences(wrong)}")
+
+
+def list_differences(lines: Sequence[str]) -> str:
+    """Lines of a message, at most MAX_DIFFERENCES."""
+    more = [f"and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
+    return "\n  ".join([*lines[:MAX_DIFFERENCES], *more])
 
 
 def mean_weights(sets: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -341,7 +344,7 @@ def mean_weights(sets: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def require_numbers(run: Run) -> None:
-    """Raise UserError for weights that are infinite or not numbers."""
+    """Raise UserError if a weight is infinite or NaN."""
     for name, weight in weights_of(run.model).items():
         if not bool(weight.isfinite().all()):
             raise UserError(f"{run.path}: some weights are not finite numbers ({name}); was training stable?")

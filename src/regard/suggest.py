@@ -38,7 +38,7 @@ def _normalise(word: str) -> str:
 
 
 def _candidates(word: str) -> list[str]:
-    """The normalised names that a word may stand for; dec_layers stands for decoder.layers first, then for layers."""
+    """The normalised names that a word may mean, best first: decoder.layers, then layers, for dec_layers."""
     plain = _normalise(word)
     names = [plain, *_meanings().get(plain, ())]
     parts = re.split("[-_.]", word.lower())

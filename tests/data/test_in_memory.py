@@ -180,8 +180,8 @@ def test_plain_text_is_read_from_every_data_format(data: Any, tmp_path: Path) ->
     [
         (3, "pairs", "data: takes a file, or examples in memory, not int 3"),
         (b"ab", "pairs", "not bytes"),
-        ([], "pairs", "there is nothing in it"),
-        (PandasLike({"source": [], "target": []}), "pairs", "there is nothing in it"),
+        ([], "pairs", "is empty"),
+        (PandasLike({"source": [], "target": []}), "pairs", "is empty"),
         ([("a", "b", "c")], "pairs", r"data\[0\]: 3 values instead of 2 .*columns=\('source', 'features', 'target'\)"),
         ([("a", "b"), ("c",)], "pairs", r"data\[1\]: 1 value instead of 2"),
         ([("a", "b"), ("c", 5)], "pairs", r"data\[1\]: target is int 5, not text"),

@@ -162,7 +162,7 @@ def test_separate_validation_text_is_used(tmp_path: Path) -> None:
     prepared = prepare_text(tmp_path, TEXT, data=data)
     assert prepared.train.characters == len(TEXT) and prepared.valid.characters == 9
     (tmp_path / "valid.txt").write_text("")
-    with pytest.raises(UserError, match=r"valid\.txt: there is no text"):
+    with pytest.raises(UserError, match=r"valid\.txt: contains no text"):
         prepare_text(tmp_path, TEXT, data=data)
 
 

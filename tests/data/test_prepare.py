@@ -289,7 +289,7 @@ def test_single_source_is_used_for_training_and_validation(tmp_path: Path) -> No
     prepared = prepare_data(tmp_path / "data", {"train": path, "max_length": 9})
     assert (len(prepared.train), len(prepared.valid)) == (1, 1)
     message = "\n".join(prepared.notes)
-    assert "nothing can be split off" in message
+    assert "cannot be split" in message
     assert "1 of 2 lines; skipped 1 too long" in message  # reported once
 
 

@@ -21,6 +21,7 @@ start_child = Template.start  # tests may replace it to count calls
 
 def work_like_new(channel: Channel, settings: dict[str, Any]) -> None:
     """Run the work of a new interpreter in a fork; set the threads as torch would from the environment."""
+    os.environ.update(settings["environment"])
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     resolve_name(settings["work"])(channel, settings["settings"])
@@ -43,8 +44,9 @@ def forked_children() -> Iterator[None]:
             children.spawn = new_interpreter
             template = Template(settings={"modules": MODULES})
             children.spawn = spawn
-        request = {"work": f"{__name__}:work_like_new", "settings": {"work": work, "settings": settings}}
-        return start_child(template, request, name, capture, {**os.environ, **(environment or {})})
+        variables = {**os.environ, **(environment or {})}
+        work_settings = {"work": work, "settings": settings, "environment": variables}
+        return start_child(template, {"work": f"{__name__}:work_like_new", "settings": work_settings}, name, capture)
 
     children.spawn = spawn
     try:

@@ -37,8 +37,8 @@ def count_activations(
 ) -> int:
     """Bytes of the activations of a training batch whose rows have `length` tokens.
 
-    With `recompute`, a layer stores only its inputs, plus the larger of the keys and values of all layers (forward) and
-    the activations inside one layer (backward). `bf16` counts autocast on a GPU: bfloat16, except for inputs of norms.
+    With `recompute`, layers store only their inputs; the larger of two numbers is added: the keys and values of all
+    layers (forward) and the activations of one layer (backward). `bf16` is autocast on a GPU: only norms read fp32.
     """
     model = on_meta(config).train()
     rows = max(1, batch_tokens // length)
@@ -50,19 +50,19 @@ def count_activations(
     if bf16:
         _round_to_bf16(model)
     for module in model.modules():
-        if isinstance(module, Attention):  # per module: a recomputation in the backward pass is outside a global mode
+        if isinstance(module, Attention):  # per module: a global mode would end before the backward pass recomputes
             module.forward = partial(_run_fused, module.forward)  # type: ignore[method-assign]
     reversible = any(stack.residual == "reversible" for stack in config.stacks.values())
     stored, x_BTD = _peak(model, ids) if reversible else _saved_for_backward(model, ids, recompute)
     if bf16:
         states = 0 if model.output is None else BYTES * x_BTD.shape[:-1].numel() * len(model.output.weight)
         return stored + states
-    # The loss computes its gradients in the forward pass. The peak already includes the output.
+    # The loss computes its gradients in the forward pass. The peak of reversible layers includes the output.
     return stored + BYTES * ((0 if reversible else x_BTD.numel()) + prediction_size(model))
 
 
 def _round_to_bf16(model: Model) -> None:
-    """Make a model compute in bfloat16 except for its norms, like autocast on a GPU."""
+    """Make a model compute in bfloat16 except in its norms, like autocast on a GPU."""
     model.bfloat16()
     for module in model.modules():
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -107,7 +107,7 @@ def _saved_for_backward(model: Model, ids: Tensor, recompute: bool) -> tuple[int
     sizes: dict[nn.Module | None, int] = {None: 0}
     for tensor, owner in saved.values():
         sizes[owner] = sizes.get(owner, 0) + tensor.untyped_storage().nbytes()
-    # The forward pass holds the keys and values of a stack until its last layer; the backward pass holds one layer.
+    # The forward pass holds the keys and values of all layers of a stack, the backward pass one recomputed layer.
     forward = [sum(x.untyped_storage().nbytes() for x in stack_keys.values()) for stack_keys in keys.values()]
     return sizes.pop(None) + max([*sizes.values(), *forward], default=0), x_BTD
 
@@ -126,7 +126,7 @@ def _storages(tensors: Iterable[Tensor]) -> set[StorageWeakRef]:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracks the memory of new tensors, from the operation that creates one to the next one after its release."""
+    """Tracks the memory of new tensors, from the operation that creates a tensor to the first after its release."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,10 +147,10 @@ class MemoryTracker(TorchDispatchMode):
         return results
 
     def peak(self, without: set[StorageWeakRef]) -> int:
-        """The peak memory in bytes, `without` some tensors."""
-        still = [(storage, start, self._now + 1, size) for storage, (start, size) in self._held.items()]
+        """The peak memory in bytes, excluding the storages `without`."""
+        live = [(storage, start, self._now + 1, size) for storage, (start, size) in self._held.items()]
         changes = [0] * (self._now + 2)
-        for storage, start, end, size in self._freed + still:
+        for storage, start, end, size in self._freed + live:
             if storage not in without:
                 changes[start] += size
                 changes[end] -= size
@@ -163,7 +163,7 @@ def _run_fused(forward: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Selects the fused attention of a CPU; by default, the meta device stores the attention weights."""
+    """Selects the fused attention of a CPU: the default on the meta device stores the attention weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}

@@ -1,4 +1,4 @@
-"""The cost of a model, counted without building it: parameters by part, FLOPs, memory and time."""
+"""The cost of a model without building it: parameters by part, FLOPs, memory and time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MEMORY = ("training", "decoding", "weights", "optimizer", "activations", "cache
 class Workload:
     """The workload for which memory and FLOPs are counted."""
 
-    length: int = 32  # tokens of a source and of a target; replaced by the number of patches for images
-    batch_tokens: int = 4096  # tokens per training batch, on either side
-    sentences: int = 32  # decoded in one batch
+    length: int = 32  # tokens of a source and of a target; for images, replaced by the number of patches
+    batch_tokens: int = 4096  # tokens of each side in a training batch
+    sentences: int = 32  # in a decoding batch
     beam: int = 5
 
 
@@ -58,11 +58,11 @@ class Info:
         return self.weights + self.cache
 
     def training_seconds(self, tokens: float, rate: float) -> float:
-        """The time to train on this number of target tokens at `rate` FLOPs per second."""
+        """The training time for this number of target tokens at `rate` FLOPs per second."""
         return 3 * self.flops_per_token * tokens / rate
 
     def subtotals(self) -> dict[str, int]:
-        """Sums over parts with a common prefix; q, k and v of an attention are summed as `.query_key_value`."""
+        """Sums over parts with a common prefix; `.query_key_value` is the sum over q, k and v of an attention."""
         sums: Counter[str] = Counter()
         for part, count in self.parameters.items():
             *groups, leaf = part.split(".")
@@ -124,7 +124,7 @@ _LEAVES = {"feed_forward": "feed_forward", "position": "positions", "bridges": "
 
 
 def count_parameters(model: Model) -> dict[str, int]:
-    """Parameters by part; shared tensors count once. `prediction` is 0 if it is tied to the embedding."""
+    """Parameters by part. Shared tensors count once: `prediction` is 0 if it is tied to the embedding."""
     parts = Counter() if model.output is None else Counter({"prediction": 0})
     for name, tensor in model.named_parameters(remove_duplicate=True):
         part = part_of(name)
@@ -143,7 +143,7 @@ def count_parameters(model: Model) -> dict[str, int]:
 
 
 def part_of(name: str) -> str:
-    """The part that a parameter belongs to, by its name."""
+    """The part of the model that contains the parameter with this name."""
     stack, *path = name.split(".")
     if stack not in ("encoder", "decoder"):
         return {"output": "prediction"}.get(stack, stack)
@@ -156,12 +156,12 @@ def part_of(name: str) -> str:
     return next((f"{stack}.{part}" for step, part in _LEAVES.items() if step in path), f"{stack}.recurrent")
 
 
-# Weights that are added to scores, not multiplied
+# Ends of the names of weights that are added to scores, not multiplied
 _ADDED = (".v", "score.bias", "log_temperature", "relative.content", "relative.place")
 
 
 def count_flops(model: Model, length: int) -> tuple[int, int]:
-    """FLOPs of a forward pass per source token and per target token, when both sides have `length` tokens."""
+    """FLOPs of a forward pass per source token and per target token, if both sides have `length` tokens."""
     config = model.config
     keys = length + (config.top.memory if config.has_memory else 0)
     flops_of = {"encoder": 0.0, "decoder": 0.0}  # per source token, and per target token
@@ -180,7 +180,7 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
             flops_of["decoder"] += flops * (1 - share)
     for name, attention in model.attentions().items():
         compared = keys if isinstance(attention, Attention) else min(keys, attention.compared_keys)
-        # With relative positions, distances have scores of their own.
+        # With relative positions, distances are scored too.
         relative = isinstance(attention, Attention) and attention.relative is not None
         per_key = attention.heads * (attention.head_width * (2 if relative else 1) + attention.value_width)
         flops_of[name.partition(".")[0]] += 2 * compared * per_key
@@ -190,7 +190,7 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
 
 
 def _source_share(config: Config, name: str) -> float:
-    """The share of a matrix that is used per source token: the encoder, and keys and values of the cross-attention."""
+    """The share of a matrix that multiplies source tokens: the encoder, and keys and values of the cross-attention."""
     if "decoder" not in config.stacks:
         return 1.0
     if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
@@ -201,7 +201,7 @@ def _source_share(config: Config, name: str) -> float:
 def cache_bytes(model: Model) -> tuple[int, int]:
     """Bytes in the cache per source token of a sentence, and per target token of a hypothesis.
 
-    The state of a recurrent decoder does not grow with the output.
+    The state of a recurrent decoder is not counted: its size is constant.
     """
     per_source = per_target = 0
     for name, attention in model.attentions().items():
@@ -219,13 +219,10 @@ def measure_rate(width: int, seconds: float = 0.2) -> float:
     x = torch.ones(512, width)
     weight = torch.ones(width, 4 * width)
     best = float("inf")
-    now = time.perf_counter()
-    end = now + seconds
-    while now < end:
-        began = now
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
         torch.mm(x, weight)
-        now = time.perf_counter()
-        best = min(best, now - began)
+        best = min(best, time.perf_counter() - start)
     return 2 * 512 * width * 4 * width / best
 
 

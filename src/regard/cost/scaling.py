@@ -1,7 +1,7 @@
-"""The cost of training in each of several processes: memory, communication and time, without building a model.
+"""The cost of multi-process training per process: memory, communication and time, without building a model.
 
 With ddp, gradients are all-reduced in buckets during the last backward pass of a step. With fsdp, every batch needs
-all-gathers and reduce-scatters of every Transformer layer, and of all other weights as one more unit.
+all-gathers and reduce-scatters of each Transformer layer, and of the unit of all other weights.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MIN_LAST_BUCKET_BYTES = 1 << 20  # the last bucket, which ddp sends after the ba
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware of a process, with the rates that are reached in practice."""
+    """The hardware of a process, with achieved rates."""
 
     flops: float  # per second
-    bandwidth: float  # bytes per second of the slowest link, in both directions at once
+    bandwidth: float  # bytes per second of the slowest link, in each direction
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Communication:
-    """The sizes in bytes of the tensors that a step reduces or gathers, the same in all processes."""
+    """The sizes in bytes of the tensors that a step reduces or gathers, equal in all processes."""
 
     all_reduce: int = 0
     all_gather: int = 0
@@ -77,10 +77,10 @@ class Scaling:
     train: Train
     memory: Memory
     communication: Communication
-    start: int  # bytes on the device before the model is sharded: all weights
+    start: int  # bytes on the device before the model is sharded
     validation: int  # bytes on the device during validation, without the cache of decoding
     flops: float  # per step and process
-    overlapping: float  # share of the computation that can overlap with communication
+    overlapping: float  # share of the computation that may overlap with communication
     hardware: Hardware | None = None
 
     @property
@@ -95,7 +95,7 @@ class Scaling:
         return self.flops / self.hardware.flops
 
     def seconds(self, overlap: bool = True) -> float:
-        """The time of a step; where computation and communication overlap, the longer one counts."""
+        """The time of a step: the longer of computation and communication where they overlap."""
         assert self.hardware is not None
         sending = self.sent / self.hardware.bandwidth
         if not overlap:
@@ -105,7 +105,7 @@ class Scaling:
         return self.compute_seconds - overlapping + max(overlapping, sending - exposed) + exposed
 
     def efficiency(self, overlap: bool = True) -> float:
-        """The share of computation in the time of a step."""
+        """The share of the time of a step that is computation."""
         return self.compute_seconds / self.seconds(overlap)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,9 +113,10 @@ class Scaling:
         memory = {**asdict(self.memory), "step": self.memory.step, "start": self.start, "validation": self.validation}
         collectives = {name: size for name, size in asdict(self.communication).items() if name != "exposed"}
         communication = {**collectives, "sent": self.sent}
-        numbers = {"ranks": self.ranks, **settings, "memory": memory, "communication": communication}
+        costs = {"memory": memory, "communication": communication, "flops": self.flops}
+        numbers = {"ranks": self.ranks, **settings, **costs}
         if self.hardware is None:
-            return {**numbers, "flops": self.flops}
+            return numbers
         time = {
             **asdict(self.hardware),
             "compute": self.compute_seconds,
@@ -124,7 +125,7 @@ class Scaling:
             "efficiency": self.efficiency(),
             "efficiency_without_overlap": self.efficiency(overlap=False),
         }
-        return {**numbers, "flops": self.flops, "time": time}
+        return {**numbers, "time": time}
 
 
 @dataclass(frozen=True)
@@ -135,18 +136,18 @@ class Unit:
     gathers: int  # in a forward and a backward pass
 
     def shard(self, ranks: int) -> int:
-        """Numbers in the first, largest shard; every tensor is split along its first dimension."""
+        """The size of the first shard, which is the largest; every tensor is split along its first dimension."""
         return sum(-(-len(x) // ranks) * x[0].numel() if x.dim() else 1 for x in self.tensors)
 
     def padded(self, ranks: int) -> int:
-        """Numbers that are gathered: all shards are padded to the size of the first."""
+        """The size of the gathered tensors, whose shards are padded to the size of the first."""
         return ranks * self.shard(ranks)
 
 
 def sharding_units(model: Model) -> tuple[Unit, list[Unit]]:
-    """The units of fsdp: the weights outside of layers, and every layer.
+    """The units of fsdp: the weights outside of layers, and each layer.
 
-    A layer is gathered in the forward and in the backward pass; a layer with cross-attention is gathered twice more,
+    A layer is gathered in the forward and in the backward pass; a layer with cross-attention is gathered again in both,
     because the keys of the source are computed separately.
     """
     blocks = [part for part in model.modules() if isinstance(part, Block) and not isinstance(part, ReversibleBlock)]
@@ -180,7 +181,7 @@ def plan_scaling(
         communication = _fsdp(root, layers, ranks, train.accumulate, width)
     elif shared:
         in_bf16 = bf16 and on_cpu
-        # The gradients of a single batch go straight into the buckets; accumulated gradients need their own memory.
+        # The gradients of a single batch are written into the buckets; accumulated gradients need separate memory.
         separate = info.total if train.accumulate > 1 else _computed_at_once(model)
         unreduced = BYTES * separate + BF16_BYTES * in_bf16 * info.total
         communication = _ddp(model, BF16_BYTES if in_bf16 else BYTES)
@@ -208,14 +209,14 @@ def plan_scaling(
         start=info.weights,
         validation=memory.resident + (info.weights if sharded else 0),
         flops=passes * info.flops_per_token * workload.batch_tokens / ranks * train.accumulate,
-        # ddp communicates during the last backward pass of a step
+        # ddp communicates only during the last backward pass of a step
         overlapping=1.0 if sharded else (passes - 1) / passes / train.accumulate,
         hardware=hardware,
     )
 
 
 def _computed_at_once(model: Model) -> int:
-    """The most gradients that are computed together: of one tensor, or of all reversible layers of a stack."""
+    """The largest number of gradients computed together: of one tensor, or of all reversible layers of a stack."""
     stacks = [
         sum(p.numel() for p in stack.blocks.parameters())
         for stack in model.modules()
@@ -225,10 +226,10 @@ def _computed_at_once(model: Model) -> int:
 
 
 def _ddp(model: Model, width: int) -> Communication:
-    """The collectives of a step: gradients as numbers of `width` bytes, and a flag per tensor whether it was used.
+    """The collectives of a step: gradients as numbers of `width` bytes, and for every tensor whether it was used.
 
-    The last bucket, with the first parameters, is sent after the computation. `DDPModule` adds an unused parameter of
-    one number to it.
+    The last bucket, with the first parameters, is sent after the computation. It includes the unused parameter that
+    `data_parallel.distribute` adds, a single number.
     """
     sizes = list(accumulate((p.numel() for p in model.parameters()), initial=1))
     last = next((size for size in sizes if BYTES * size >= MIN_LAST_BUCKET_BYTES), sizes[-1])

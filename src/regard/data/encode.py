@@ -1,6 +1,6 @@
-"""Tokenisation of whole files, by child processes if they are large: blocks of text become shards of ids as bytes.
+"""Tokenisation of whole files, in child processes if they are large: blocks of text become shards of ids as bytes.
 
-Until the prepared data is complete, its shards are kept in files, so that a killed preparation continues.
+Shards are stored in files until the prepared data is complete, so that an interrupted preparation can continue.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from hashlib import blake2b
 from importlib import import_module
@@ -28,21 +29,21 @@ from regard.text.codec import Codec, Example, TextConfig
 from regard.text.tokenizer import PARALLELISM_VARIABLE, Tokenizer, threads
 
 BLOCK_BYTES = 4 << 20  # approximate size of the text in a block
-MIN_PARALLEL_BYTES = 48 << 20  # child processes take a second to start, so they do not pay for less text
+MIN_PARALLEL_BYTES = 48 << 20  # child processes take a second to start, which does not pay off for less text
 FORMAT = 3  # of shards
 
 
 class ShardMaker(Protocol):
-    """Tokenises blocks. The header of a block says where it comes from; its parts hold the text."""
+    """Tokenises blocks. The header of a block describes its origin; its parts hold the text."""
 
-    def settings(self) -> dict[str, Any]: ...  # everything besides the block that a shard depends on, as JSON values
+    def settings(self) -> dict[str, Any]: ...  # everything that a shard depends on except the block, as JSON values
     def make(self, block: Message) -> Message: ...  # the shard of a block
     @classmethod
-    def restore(cls, settings: dict[str, Any], codec: Codec) -> ShardMaker: ...  # an equal maker, in another process
+    def restore(cls, settings: dict[str, Any], codec: Codec) -> ShardMaker: ...  # an equal maker in another process
 
 
 def shards_of(path: Path) -> Path:
-    """The directory of the shards while data is prepared in `path`. Preparing again after a kill finds it."""
+    """The directory of the shards of data that is prepared in `path`; the same in every attempt."""
     return path.with_name(path.name.removesuffix(".tmp") + ".shards")
 
 
@@ -56,9 +57,9 @@ def codec_settings(codec: Codec) -> dict[str, Any]:
 def make_shards(
     maker: ShardMaker, blocks: Iterable[Message], path: Path, processes: int, size: int
 ) -> Iterator[tuple[dict[str, Any], Message]]:
-    """Yield the header of each block with its shard, in order; child processes are used for texts of a large `size`.
+    """Yield the header of each block with its shard, in order; for a large `size` in bytes, use child processes.
 
-    The processes load the codec that was saved in `path`. Shards are stored next to it, unless there is only one.
+    The processes load the codec that is saved in `path`. Shards are stored next to it, unless there is only one.
     """
     blocks = iter(blocks)
     first = list(islice(blocks, 2))
@@ -82,7 +83,6 @@ def _make_in_children(
 ) -> Iterator[tuple[dict[str, Any], Message]]:
     name = "a process that turns text into tokens"
     environment = {PARALLELISM_VARIABLE: "false"}  # one thread in each child
-    template = Template(f"{__name__}:load_maker", settings, environment, name)
     children: list[Child] = []
 
     def ask(child: Child, block: Message) -> Message:
@@ -92,14 +92,11 @@ def _make_in_children(
         for child in children:
             child.kill()
 
-    try:
+    with ExitStack() as stack:
+        template = stack.enter_context(closing(Template(f"{__name__}:load_maker", settings, environment, name)))
         for _ in range(processes):
-            children.append(template.start({}, name))
+            children.append(stack.enter_context(closing(template.start({}, name))))
         yield from ordered_map([partial(store.shard, partial(ask, child)) for child in children], blocks, stop=kill)
-    finally:
-        for child in children:
-            child.close()
-        template.close()
 
 
 def load_maker(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
@@ -119,7 +116,7 @@ class ShardStore:
         directory.mkdir(parents=True, exist_ok=True)
 
     def shard(self, make: Callable[[Message], Message], block: Message) -> tuple[dict[str, Any], Message]:
-        """The header of a block, and its shard, which is made unless it is stored already."""
+        """The header of a block, and its shard, which is made and stored unless it is stored already."""
         path = self._directory / f"{_hash(self._key, block)}.shard"
         shard = _load(path)
         if shard is None:
@@ -140,7 +137,7 @@ def _hash(key: bytes, message: Message) -> str:
 
 
 def _load(path: Path) -> Message | None:
-    """Read a shard; None if there is none, or if it is incomplete or damaged."""
+    """Read a shard; None if it is missing, incomplete or damaged."""
     try:
         [saved] = Unpacker().feed(path.read_bytes())
         shard = Message(saved.header["header"], saved.parts)
@@ -166,7 +163,7 @@ def dtype_for(vocab: int) -> str:
 class TextEncoder:
     """A tokenizer that returns ids as bytes and caches the ids of words, which is much faster than the library.
 
-    In bpe, unigram and word, no token crosses the start of a space, so the tokens of a text are those of its words.
+    In bpe, unigram and word, no token crosses the start of a word, so words can be tokenised separately.
     """
 
     def __init__(self, tokenizer: Tokenizer, dtype: str) -> None:
@@ -188,7 +185,7 @@ class TextEncoder:
             missing = [index for index in missing if rows[index] is None]
             for index, row in zip(missing, self._encode([texts[index] for index in missing]), strict=True):
                 rows[index] = row
-        return rows  # type: ignore[return-value]  # no row is missing any more
+        return rows  # type: ignore[return-value]  # no row is None any more
 
     def _encode(self, texts: Sequence[str]) -> list[bytes]:
         return [self.pack(row) for row in self._tokenizer.encode(texts)] if texts else []
@@ -204,7 +201,7 @@ class TextEncoder:
             return None
 
     def _cache_words(self, texts: Sequence[str]) -> None:
-        """Tokenise the new words of texts, except words whose tokens depend on what follows them."""
+        """Tokenise the new words of texts, except words whose tokens depend on the following word."""
         first = set()
         later = set()
         for text in texts:
@@ -224,7 +221,7 @@ class TextEncoder:
 
 
 def _has_own_tokens(word: str) -> bool:
-    """Whether no token crosses the end of a word, as it could if the word ends in white space other than a line end."""
+    """Whether no token crosses the end of a word: it may, after white space other than a line end."""
     text = word.removesuffix("\n")
     return word == "\n" or text.split() == [text]
 
@@ -260,10 +257,10 @@ class ExampleEncoder:
         self._label_rows = {label: self._target.pack([number]) for number, label in enumerate(labels)}
         self._around = tuple(self._source.pack(ids) for ids in codec.ids.around(codec.frame))
         self._end = self._target.pack([codec.ids.eos])
-        self._is_ours = type(codec.source) is Tokenizer  # a foreign tokenizer may give tokens for an empty text
+        self._is_ours = type(codec.source) is Tokenizer  # foreign tokenizers may give an empty text tokens
 
     def encode(self, examples: Sequence[Located], skip: Skip) -> tuple[Rows, Sequence[int]]:
-        """The rows of the examples within the limits, and the indices of these examples; `skip` gets the others."""
+        """The rows of the examples within the limits, and their indices; `skip` is called for the other examples."""
         sources = self._sources([located.example for located in examples])
         texts = [located.example.target or "" for located in examples]
         if self.labels:
@@ -327,7 +324,7 @@ class EncodedBlock(NamedTuple):
 
 
 class BlockEncoder:
-    """Parses the lines of a block, separates the held-out examples, and tokenises both parts."""
+    """Parses the lines of a block, separates held-out examples, and tokenises both parts."""
 
     def __init__(self, corpora: Corpora, encoder: ExampleEncoder, splitter: Splitter | None, strict: bool) -> None:
         self.corpora = corpora
@@ -367,12 +364,12 @@ class BlockEncoder:
         return Message({"examples": [valid[index].example for index in indices], "counts": counter.counts()}, parts)
 
     def settings(self) -> dict[str, Any]:
-        chosen = sorted(self.splitter.chosen) if self.splitter else None
+        held_out = sorted(self.splitter.chosen) if self.splitter else None
         return {
             **codec_settings(self.encoder.codec),
             "labels": self.encoder.labels,
             "limits": self.encoder.limits,
-            "held_out": chosen and [[checksum, digest.hex()] for checksum, digest in chosen],
+            "held_out": held_out and [[checksum, digest.hex()] for checksum, digest in held_out],
             "strict": self.strict,
             "parts": [[type(part).__name__, *part] for part in self.corpora.parts],
         }
@@ -395,5 +392,4 @@ class BlockEncoder:
 def _block_message(block: LineBlock) -> Message:
     first, texts = block.chunk
     mask = b"" if block.duplicates is None else block.duplicates.tobytes()
-    header = {"part": block.part, "first": first, "marked": block.duplicates is not None}
-    return Message(header, (*texts, mask))
+    return Message({"part": block.part, "first": first, "marked": block.duplicates is not None}, (*texts, mask))

@@ -23,7 +23,7 @@ CHANNELS = (1, 3, 4)
 
 
 class LabelledImages(NamedTuple):
-    """Images and the names of their labels; without labels, an empty list."""
+    """Images and the names of their labels, if they have labels."""
 
     images_NCHW: NDArray[Any]
     labels: list[str]
@@ -45,8 +45,8 @@ def read_images(path: str, labelled: bool = True, name: str | None = None) -> La
             names = list(arrays.files)
             for name in ("images", "labels")[: 1 + labelled]:
                 if name not in names:
-                    there = ", ".join(names) or "nothing"
-                    raise UserError(f"{path}: has no array {name!r}{closest(name, names)}; it has: {there}")
+                    known = ", ".join(names) or "nothing"
+                    raise UserError(f"{path}: has no array {name!r}{closest(name, names)}; it has: {known}")
             images = arrays["images"]
             labels = arrays["labels"] if "labels" in names else None
         except (ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile) as error:
@@ -67,7 +67,7 @@ def _channels_first(images: NDArray[Any], path: str) -> NDArray[Any]:
     if images.dtype.kind not in "iuf":
         raise UserError(f"{path}: images must be numbers, not {images.dtype}")
     if not len(images):
-        raise UserError(f"{path}: there are no images in it")
+        raise UserError(f"{path}: contains no images")
     if images.dtype.kind == "f" and not np.isfinite(images).all():
         raise UserError(f"{path}: images holds numbers that are not finite")
     if images.ndim == 3:
@@ -111,7 +111,7 @@ class Images:
 def make_images(
     recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write images into `path` -> the record of the data. `base` and `processes` have no effect."""
+    """Write images into `path` -> the record of the data. `base` and `processes` are not used."""
     training = read_images(train.paths[0], name=train.name)
     labels = label_names(training.labels)
     if len(labels) < 2:
@@ -143,11 +143,11 @@ def make_images(
 
 
 def _split(images: LabelledImages) -> tuple[LabelledImages, LabelledImages]:
-    """Split into validation and training images; equal images are on the same side."""
+    """Split into validation and training images; equal images stay together."""
     splitter = Splitter()
     for image_CHW in images.images_NCHW:
         splitter.see(image_CHW.tobytes())
-    if not splitter.choose():  # all are equal
+    if not splitter.choose():  # all images are equal
         return images, images
     held_out = np.array([splitter.held_out(image_CHW.tobytes()) for image_CHW in images.images_NCHW])
     return images.take(np.flatnonzero(held_out)), images.take(np.flatnonzero(~held_out))

@@ -1,4 +1,4 @@
-"""Data in memory: lists, data frames and datasets, written to a file and then read by the same rules as other files."""
+"""Data in memory: lists, data frames and datasets, which are written to a file and read like other files."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class InMemory:
 
     name: str  # in messages
     columns: tuple[Column, ...]
-    packed: bool  # see Source
+    packed: bool  # as in Source
     _write: Write
 
     def write(self, path: Path) -> Source:
-        """Write it to a file; an iterator can be written only once."""
+        """Write the data to a file; an iterator can be written only once."""
         self._write(path)
         return Source((str(path),), self.columns, (self.name,), self.packed)
 
 
 def in_memory(data: Any, reads: Reads, name: str = "data", columns: Sequence[Column] | None = None) -> InMemory:
-    """Recognise the format of data; `columns` are the columns of rows without names, or selects named columns.
+    """Recognise the format of data; `columns` names the columns of rows without names, or selects named columns.
 
     Pairs and labelled texts are rows (tuples, lists, mappings, `Example`) or columns (data frames, a mapping of lists),
     plain text is a list of texts, images are a mapping with the arrays `images` and `labels`.
@@ -75,7 +75,7 @@ def _line_writer(rows: Iterable[Any], line: Callable[[Any, str], str], name: str
             for index, row in enumerate(rows):
                 file.write(line(row, f"{name}[{index}]") + "\n")
         if index < 0:
-            raise UserError(f"{name}: there is nothing in it")
+            raise UserError(f"{name}: is empty")
 
     return write
 
@@ -108,8 +108,8 @@ def _open(data: Any, name: str) -> tuple[list[str] | None, Iterable[Any]]:
 def _open_columns(data: Mapping[Any, Any], name: str) -> tuple[list[str], Iterable[Any]]:
     for key, column in data.items():
         if hasattr(column, "column_names"):
-            several = ", ".join(f"{name}[{key!r}]" for key in data)
-            raise UserError(f"{name}: holds several datasets; give one of them: {several}")
+            datasets = ", ".join(f"{name}[{key!r}]" for key in data)
+            raise UserError(f"{name}: holds several datasets; give one of them: {datasets}")
         if isinstance(column, str | bytes) or not isinstance(column, Iterable):
             raise UserError(f"{name}: a mapping has a list for each column; {key!r} is {shown_value(column)}")
     columns = {str(key): list(column) for key, column in data.items()}
@@ -142,7 +142,6 @@ def _find_columns(
 def _values(
     row: Any, names: list[str] | None, positions: list[int], columns: tuple[Column, ...], where: str
 ) -> list[Any]:
-    """The values of a row for the columns."""
     if isinstance(row, Mapping):
         if names is None:
             raise UserError(f"{where}: is a mapping, but the rows before have no names")
@@ -179,7 +178,7 @@ def _text(value: Any, label: bool, what: str, where: str) -> str:
 
 
 def _text_writer(names: list[str] | None, rows: Iterable[Any], name: str) -> Write:
-    """Write plain text; every text is one line or several."""
+    """Write texts, which may have several lines."""
     columns = [TEXT[0]] if names is None else names
     candidates = [each for each in TEXT if each in columns] or (columns if len(columns) == 1 else [])
     if not candidates:

@@ -29,7 +29,7 @@ SENTINEL_NAME = "extra_id"  # part of the names of sentinels in imported vocabul
 
 
 def lm_batch(rows_BW: Ids | Tensor, total: int | None = None) -> Batch:
-    """The input is every token but the last, the labels are every token but the first."""
+    """The input is every token except the last, the labels are every token except the first."""
     rows = torch.as_tensor(rows_BW)
     label = rows[:, 1:].contiguous()
     tokens = label.numel()
@@ -37,14 +37,14 @@ def lm_batch(rows_BW: Ids | Tensor, total: int | None = None) -> Batch:
 
 
 def masked_batch(read_BW: Ids, label_BW: Ids, chosen_BW: Chosen, total: int | None = None) -> Batch:
-    """The input is the masked tokens; the labels are the original tokens, predicted where `chosen_BW` is true."""
+    """The input is the masked text; the labels are the original tokens, predicted where `chosen_BW` is true."""
     source, label, keep = (torch.from_numpy(np.ascontiguousarray(x)) for x in (read_BW, label_BW, chosen_BW))
     tokens = int(keep.sum())
     return Batch(source, None, source[:, :0], label, keep, tokens, tokens if total is None else total)
 
 
 def span_batch(pairs: list[tuple[list[int], list[int]]], config: Config, total: int | None = None) -> Batch:
-    """A batch of the pairs of corrupted text and target that `corrupt_spans` returns."""
+    """A batch of pairs of corrupted text and target from `corrupt_spans`."""
     before, after = config.ids.around(config.frame)
     sources = [[*before, *read, *after] for read, _ in pairs]
     return collate(sources, [[*target, config.ids.eos] for _, target in pairs], config, total)
@@ -66,9 +66,9 @@ def text_ids(size: int, special: frozenset[int]) -> Ids:
 def mask_tokens(
     rows_BW: Ids, rate: float, ids: SpecialIds, text: Ids, random: np.random.Generator
 ) -> tuple[Ids, Chosen]:
-    """Choose `rate` of the tokens in `text`, at least one per row -> the masked rows, and which tokens are chosen.
+    """Choose a share `rate` of the tokens in `text`, at least one per row -> the masked rows, and the chosen positions.
 
-    80 % of the chosen tokens become the mask, 10 % a random token of `text`, 10 % are not changed.
+    80 % of the chosen tokens become the mask, 10 % a random token of `text`, 10 % are unchanged.
     """
     assert ids.mask is not None
     chosen = np.zeros(rows_BW.shape, bool)
@@ -78,8 +78,7 @@ def mask_tokens(
     counts = allowed.sum(1)
     chosen_counts = np.where(counts > 0, np.maximum(1, np.round(counts * rate)), 0).astype(np.int64)
     order = np.argsort(draws, axis=1)
-    ranks = np.arange(rows_BW.shape[1]) < chosen_counts[:, None]
-    np.put_along_axis(chosen, order, ranks, axis=1)
+    np.put_along_axis(chosen, order, np.arange(rows_BW.shape[1]) < chosen_counts[:, None], axis=1)
     change = random.random(rows_BW.shape)
     other = random.choice(text, rows_BW.shape)
     read = np.where(chosen & (change < MASK_SHARE), ids.mask, rows_BW)
@@ -88,7 +87,7 @@ def mask_tokens(
 
 
 def mask_every(rows_BW: Ids, every: int, ids: SpecialIds, text: Ids) -> tuple[Ids, Chosen]:
-    """Mask every n-th position except special tokens, one position further to the left in each row."""
+    """Mask every n-th position except special tokens, starting one position further left in each row."""
     assert ids.mask is not None
     positions = np.arange(rows_BW.shape[1]) + np.arange(len(rows_BW))[:, None]
     chosen = (positions % every == every // 2) & np.isin(rows_BW, text)
@@ -96,7 +95,7 @@ def mask_every(rows_BW: Ids, every: int, ids: SpecialIds, text: Ids) -> tuple[Id
 
 
 def sample_spans(length: int, rate: float, mean: float, limit: int, random: np.random.Generator) -> Spans:
-    """Choose at most `limit` spans to mask: `rate` of the text, `mean` tokens each. They never touch; one is last."""
+    """Choose at most `limit` separate spans to mask: `rate` of the text, always with its end, `mean` tokens each."""
     masked = min(max(1, round(length * rate)), length - 1)
     count = min(max(1, round(masked / mean)), masked, length - masked, limit)
     gaps = _partition(length - masked, count, random)
@@ -106,7 +105,7 @@ def sample_spans(length: int, rate: float, mean: float, limit: int, random: np.r
 
 
 def _partition(length: int, count: int, random: np.random.Generator) -> Ids:
-    """Split `length` into `count` parts of at least 1, with equal probability for all ways."""
+    """Split `length` into `count` parts of at least 1, uniformly at random."""
     cuts = random.choice(np.arange(1, length), count - 1, replace=False).tolist() if count > 1 else []
     return np.diff([0, *sorted(cuts), length]).astype(np.int64)
 
@@ -128,7 +127,7 @@ def corrupt_spans(row: Ids, spans: Spans, first: int) -> tuple[list[int], list[i
 
 
 def first_sentinel(codec: Codec, config: Config | None) -> int | None:
-    """The sentinel of the first masked span, if the vocabulary has sentinels; the following ones have lower ids."""
+    """The sentinel of the first masked span, if the vocabulary has sentinels; later sentinels have lower ids."""
     for index in sorted(codec.target.special, reverse=True):
         if SENTINEL_NAME in codec.target.pieces([index])[0]:
             return index
@@ -148,7 +147,7 @@ def rows_of(train: Train) -> int:
 
 
 class Windows:
-    """Windows of `length` tokens in a stream, each `stride` tokens after the window before."""
+    """Windows of `length` tokens in a stream at distances of `stride` tokens."""
 
     def __init__(self, stream: Stream, length: int, stride: int) -> None:
         self.length = min(length, len(stream))
@@ -159,7 +158,7 @@ class Windows:
         return np.arange(min(offset, self.last), self.last + 1, self.stride)
 
     def lanes(self, rows: int, offset: int = 0) -> list[Indices]:
-        """The starts of batches in which each row continues its row of the previous batch; a short text has fewer."""
+        """The starts of batches in which each row continues the previous one; a short text has fewer than `rows`."""
         end = self.last + self.length - 1
         offset = min(offset, max(0, end - self.stride))
         rows = max(1, min(rows, (end - offset) // self.stride))
@@ -178,7 +177,7 @@ class TextObjective(ABC):
 
     @abstractmethod
     def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
-        """The batch of the windows at `starts`; random choices depend only on the key, in every process."""
+        """The batch of the windows at `starts`; random choices depend only on the key."""
 
 
 class CausalLM(TextObjective):
@@ -209,7 +208,7 @@ class TokenMasking(TextObjective):
         length = context_of(train) - self.text_offset - len(self._after)
         if length < 1:
             context = plural(context_of(train), "token")
-            raise UserError(f"train.context: in {context} there is no room for text next to the special tokens")
+            raise UserError(f"train.context: {context} leave no room for text between the special tokens")
         self.windows = Windows(stream, length, length)
         self._text = text_ids(codec.source.size, codec.source.special)
 

@@ -19,7 +19,7 @@ Indices = NDArray[np.int64]
 PASS_KEY = 1  # last element of the random key of a pass over a corpus
 WINDOW_KEY = 2  # last element of the random key of a window
 WINDOW = 1 << 20  # examples sorted together
-BLOCK = 64  # consecutive examples that stay together if there are several windows
+BLOCK = 64  # consecutive examples that stay together if an epoch has several windows
 
 
 class Lengths(Protocol):
@@ -110,7 +110,7 @@ class Batches(Sequence[Indices]):
         longer = np.maximum(source, target)
         # Sort by the longer side, then by the difference, alternately ascending and descending, so that neighbours have
         # similar lengths on both sides. A stable sort keeps examples of equal lengths shuffled. The direction and the
-        # size of the first batch vary by epoch, otherwise large batches would hardly change.
+        # size of the first batch vary by epoch; otherwise large batches would be nearly equal in all epochs.
         up = (longer + random.integers(2)) % 2 == 0
         order = np.argsort((longer << 32) + np.where(up, source - target, target - source), kind="stable")
         cut = _cut(rows[order], longer[order], self._batch_tokens, self._batch_examples, random.uniform(0.5, 1.0))
@@ -135,10 +135,10 @@ def proportions(sizes: Sequence[int], weights: Sequence[float] | None, temperatu
 def draw(
     sizes: Sequence[int], shares: Sequence[float], seed: int, epoch: int, part: tuple[int, int] = (0, 1), block: int = 1
 ) -> Indices:
-    """The examples of an epoch in which each corpus has its share, sum(sizes) in total; or a part: (number, count).
+    """The sum(sizes) examples of an epoch in which each corpus has its share; or one `part` of them: (number, count).
 
     The examples of a corpus are drawn in passes, each in another order, in which `block` consecutive examples stay
-    together. An epoch continues the last pass, so an example is repeated only after all others of its corpus.
+    together. An epoch continues the previous pass, so an example is repeated only after all others of its corpus.
     """
     number, parts = part
     total = sum(sizes)
@@ -167,7 +167,7 @@ def _pass(size: int, block: int, random: np.random.Generator, begin: int, end: i
 
 
 def _cut(indices: Indices, cost: Indices, batch_tokens: int, batch_examples: int | None, first: float) -> list[Indices]:
-    """Split a sequence into batches within the budget; the first batch, unless it is the only one, is `first` of it."""
+    """Split a sequence into batches within the budget; the first of several batches uses the share `first` of it."""
     runs = []
     start = 0
     while start < len(indices):

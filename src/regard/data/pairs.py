@@ -23,14 +23,14 @@ from regard.text.tokenizer import Tokenizer
 
 UNKNOWN_LABEL = "label that training does not have"
 VALID_EXAMPLES = "valid.jsonl"
-MAX_LABELS = 10_000  # a column with more different texts does not hold labels
-MAX_FEATURES = 50_000  # likewise
+MAX_LABELS = 10_000  # a column with more distinct texts does not hold labels
+MAX_FEATURES = 50_000  # a column with more distinct features does not hold features
 MIN_SAMPLE_BLOCKS = 64  # a sample of the text is drawn from at least this many blocks
 INSPECTED_LINES = 1_000  # to recognise a column of features
 
 
 def find_columns(recipe: Recipe) -> tuple[Column, ...] | None:
-    """The columns of a TSV with three columns, one of which looks like features, unless the recipe names them."""
+    """The columns of a TSV with three columns, one of which resembles features; None if the recipe names columns."""
     path = expand(recipe.data.train[0])[0] if recipe.data.train else None
     named = "columns" in recipe.data.model_fields_set or TASKS[recipe.task].reads != "pairs"
     if named or path is None or not os.path.isfile(path) or format_of(path) != "text":
@@ -41,10 +41,10 @@ def find_columns(recipe: Recipe) -> tuple[Column, ...] | None:
     orders: dict[int, tuple[Column, ...]] = {1: ("source", "features", "target"), 2: ("source", "target", "features")}
     for index, columns in orders.items():
         cells = [row[index].split(recipe.text.feature_separator) for row in rows]
-        several = sum(len(cell) > 1 for cell in cells)
-        different = {feature for cell in cells for feature in cell}
+        lists = sum(len(cell) > 1 for cell in cells)
+        features = {feature for cell in cells for feature in cell}
         # unlike words, features are few and repeat
-        if several >= len(rows) / 2 and len(different) <= len(rows) / 4:
+        if lists >= len(rows) / 2 and len(features) <= len(rows) / 4:
             return columns
     return None
 
@@ -52,7 +52,7 @@ def find_columns(recipe: Recipe) -> tuple[Column, ...] | None:
 def make_pairs(
     recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write tokenizers and corpora into `path`, with up to `processes` processes -> the record of the data."""
+    """Write tokenizers and corpora into `path`, in at most `processes` processes -> the record of the data."""
     strict = recipe.data.strict
     labelled = TASKS[recipe.task].labels
     if recipe.data.deduplicate:
@@ -105,7 +105,7 @@ def make_pairs(
 
 
 def _choose_labels(scan: Scan, base: BaseText | None, train: Corpora) -> tuple[str, ...]:
-    """The labels of the base run if they include all labels of the data, otherwise those of the data, sorted."""
+    """The labels of the base run if they include all labels of the data, otherwise the sorted labels of the data."""
     labels = base.labels if base and scan.labels <= set(base.labels) else tuple(sorted(scan.labels))
     if len(labels) < 2:
         raise UserError(f"{train.name}: every text has the same label, {labels[0]!r}; there is nothing to learn")
@@ -127,23 +127,23 @@ def _validation_note(count: int, valid: Corpora | None, counter: LineCounter, he
         return f"validation: {plural(count, 'example')} from {valid.name}, {counter.summary()}"
     if held_out:
         return f"validation: {plural(count, 'example')} split off; no source is on both sides"
-    return "validation: on training examples, since all have the same source and nothing can be split off"
+    return "validation: on training examples, because all have the same source and cannot be split"
 
 
 def read_examples(path: Path) -> list[Example]:
-    """The validation examples that `make_pairs` wrote into `path`."""
+    """The validation examples that `make_pairs` has written into `path`."""
     return [Example(*json.loads(row)) for row in (path / VALID_EXAMPLES).read_bytes().split(b"\n")[:-1]]
 
 
 def few(names: Sequence[str], limit: int = 5) -> str:
-    """The number of names, and the first of them."""
+    """The number of names, and the first names."""
     return f"{len(names):,}: " + ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
 
 
 def _make_codec(
     recipe: Recipe, train: Corpora, scan: Scan, splitter: Splitter | None, base: BaseText | None
 ) -> tuple[Codec, list[str]]:
-    """Learn the vocabularies from the training examples, or take those of the base run."""
+    """Learn vocabularies from the training examples, or use those of the base run."""
     if base is not None:
         return base.codec, [base.note(recipe.train.start_from)]
     text = recipe.text
@@ -179,7 +179,7 @@ def _make_codec(
 
 
 def _sampling_interval(train: Corpora, lines: int, count: int) -> int:
-    """N if every Nth block is enough to draw `count` lines from, which saves reading; 1 if these are too few blocks."""
+    """The interval of the blocks to draw `count` of all lines from; 1 (every block) if there are few blocks."""
     every = max(1, lines // max(1, count))
     return every if train.text_size // READ_BYTES >= MIN_SAMPLE_BLOCKS * every else 1
 
@@ -213,7 +213,7 @@ def _unknown_notes(codec: Codec, train: CorpusWriter, examples: list[Example], l
 
 
 class Scan:
-    """The results of the first pass over the training data: line counts, a sample, labels, features, the split."""
+    """The first pass over the training data: it collects line counts, a sample, labels, features and the split."""
 
     def __init__(
         self, source: Corpora, separator: str, strict: bool, splitter: Splitter | None, labelled: bool = False

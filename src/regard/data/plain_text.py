@@ -24,7 +24,7 @@ from regard.text.codec import Codec
 from regard.text.learn import BaseText, Sample, draw_sample, learn_tokenizer, one_request
 from regard.text.tokenizer import Tokenizer, threads
 
-MAX_PIECE_BYTES = 1 << 16  # longer lines are cut into several pieces
+MAX_PIECE_BYTES = 1 << 16  # longer lines are cut into pieces
 TEXT = ("text",)  # the default name of the column in JSONL and Parquet files
 VALID_SHARE = 0.1  # of the characters
 MAX_VALID = 1_000_000  # characters
@@ -33,7 +33,7 @@ MAX_VALID = 1_000_000  # characters
 def make_text(
     recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write a tokenizer and two streams into `path`, with up to `processes` processes -> the record of the data."""
+    """Write a tokenizer and two streams into `path`, in at most `processes` processes -> the record of the data."""
     counter = LineCounter(recipe.data.strict)
     valid_counter = LineCounter(recipe.data.strict)
     sample = Sample()
@@ -62,7 +62,7 @@ def make_text(
     notes.append(f"training: {train_writer.summary()} from {train.name}, {counter.summary()}")
     if valid:
         if not valid_writer.characters:
-            raise UserError(f"{valid.name}: there is no text in it")
+            raise UserError(f"{valid.name}: contains no text")
         notes.append(f"validation: {valid_writer.summary()} from {valid.name}, {valid_counter.summary()}")
     else:
         share = 100 * valid_writer.characters / characters
@@ -78,14 +78,14 @@ def make_text(
 def _make_codec(
     recipe: Recipe, train: Corpora, sample: Sample, split: int, base: BaseText | None
 ) -> tuple[Codec, list[str]]:
-    """Learn a vocabulary from the first `split` characters, or take that of the base run."""
+    """Learn a vocabulary from the first `split` characters, or use that of the base run."""
     task = TASKS[recipe.task]
     start_from = recipe.train.start_from
     if base is not None:
         if task.seq2seq and not base.codec.shared:
             raise UserError(f"{start_from}: task {task.name} needs one vocabulary for both sides; this run has two")
         if base.codec.source.scheme == "space":
-            raise UserError(f"{start_from}: its tokens are separated by spaces, so line ends would be lost")
+            raise UserError(f"{start_from}: its tokens are separated by spaces, which would lose line ends")
         return base.codec, [base.note(start_from)]
     scheme = one_request(recipe.text, "one text")
     if scheme == "space":
@@ -107,9 +107,9 @@ def _make_codec(
 
 
 def read_pieces(source: Source | Corpora, counter: LineCounter) -> Iterator[str]:
-    """Yield a text line by line, line ends included; a very long line in several pieces, so that memory is bounded.
+    """Yield the lines of a text with their line ends; very long lines are cut into pieces, which bounds the memory.
 
-    Lines that are not UTF-8 are skipped. `\\r\\n` becomes `\\n`. A row of JSONL or Parquet has one or several lines.
+    Lines that are not UTF-8 are skipped. `\\r\\n` becomes `\\n`. A row of JSONL or Parquet may have several lines.
     """
     for part in source.parts:
         if format_of(part.paths[0]) != "text":
@@ -126,7 +126,7 @@ def read_pieces(source: Source | Corpora, counter: LineCounter) -> Iterator[str]
                 try:
                     yield raw.decode("utf-8") + "\n" * ends
                 except UnicodeDecodeError:
-                    counter.read += not begins  # a skipped piece counts as a line, or more lines are skipped than read
+                    counter.read += not begins  # a skipped piece counts as a line: at most all lines can be skipped
                     counter.skip(ENCODING, part.location(number))
 
 
@@ -151,23 +151,23 @@ def _split(stream: BinaryIO) -> Iterator[tuple[bytes, int, bool, bool]]:
 
 
 def _cut(line: bytes) -> int:
-    """Where to cut a long line: in front of the last space, which no token crosses, or else between characters."""
+    """The position at which a long line is cut: before the last space, or else between two characters."""
     cut = line.rfind(b" ")
     if cut > 0:
         return cut
     cut = len(line) - 1
-    while cut > len(line) - 4 and line[cut] & 0xC0 == 0x80:  # inside a character
+    while cut > len(line) - 4 and line[cut] & 0xC0 == 0x80:  # a continuation byte of UTF-8
         cut -= 1
     return cut
 
 
 def split_at(characters: int) -> int:
-    """The number of characters for training; the rest, a tenth or less of a very long text, is held out."""
+    """The number of characters for training; the rest, at most a tenth, is held out."""
     return max(characters - MAX_VALID, int(characters * (1 - VALID_SHARE)))
 
 
 def divide(pieces: Iterator[str], at: int) -> Iterator[tuple[str, bool]]:
-    """Yield pieces and whether they come after the first `at` characters; a piece across the border is cut in two."""
+    """Yield pieces and whether they follow the first `at` characters; a piece across the border is cut."""
     position = 0
     for piece in pieces:
         before = min(max(0, at - position), len(piece))
@@ -212,7 +212,7 @@ def _blocks(parts: Iterator[Part]) -> Iterator[Message]:
 
 
 class PieceEncoder:
-    """Tokenises blocks of pieces. A shard is their ids, concatenated."""
+    """Tokenises blocks of pieces. A shard holds their concatenated ids."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -252,7 +252,7 @@ class StreamWriter:
         return f"{self.tokens:,} tokens ({self.characters:,} characters)"
 
     def write(self, ids: bytes, characters: int, corpus: int = 0) -> None:
-        """Write ids of the corpus with this number; the numbers never decrease."""
+        """Write ids of the corpus with this number; corpora are written in order."""
         self._corpus_ends += [self.tokens] * (corpus - len(self._corpus_ends))
         self._write(np.frombuffer(ids, self._dtype))
         self.characters += characters
@@ -263,7 +263,7 @@ class StreamWriter:
         self.unknown += int(np.count_nonzero(ids == self._ids.unk))
 
     def finish(self, corpora: int = 1) -> None:
-        """Write the end of a stream of this many corpora."""
+        """Complete a stream of this number of corpora."""
         self._corpus_ends += [self.tokens] * (corpora - len(self._corpus_ends))
         self._write(np.asarray([self._ids.eos], self._dtype))
         meta: dict[str, Any] = {"symbols": self.tokens, "characters": self.characters, "dtype": self._dtype}
@@ -302,7 +302,7 @@ class Stream:
 
 
 class TokenizedText(NamedTuple):
-    """A text in memory: its ids after an end token, and the numbers of tokens and characters of each line."""
+    """A text in memory: an end token and the ids of the text, and the numbers of tokens and characters of each line."""
 
     ids: NDArray[np.uint32]
     tokens: NDArray[np.int64]
@@ -312,7 +312,7 @@ class TokenizedText(NamedTuple):
 def tokenize_text(pieces: Sequence[str], tokenizer: Tokenizer, name: str) -> TokenizedText:
     """Tokenise a text in memory; `name` is the name of its file."""
     if not pieces:
-        raise UserError(f"{name}: there is no text in it")
+        raise UserError(f"{name}: contains no text")
     with threads():
         rows = [np.asarray(row, np.uint32) for row in tokenizer.encode(pieces)]
     first = np.asarray([tokenizer.ids.eos], np.uint32)

@@ -267,8 +267,7 @@ def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
     if data.valid is not None:
         valid = Corpora.of_tables(data.valid, columns, names)
     elif data.valid_source is not None and data.valid_target is not None:
-        settings = ("data.valid_source", "data.valid_target")
-        valid = Corpora.of_parallel(data.valid_source, data.valid_target, settings)
+        valid = Corpora.of_parallel(data.valid_source, data.valid_target, ("data.valid_source", "data.valid_target"))
     _require_task(recipe, train, valid)
     return train, valid
 

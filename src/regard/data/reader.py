@@ -1,6 +1,6 @@
-"""Reads files line by line and tables as examples; skipped lines are counted, with their locations.
+"""Readers of lines and of tables of examples, which count skipped lines and record their locations.
 
-Only a line feed ends a line. A carriage return in front of it is dropped, and so is a byte order mark at the start.
+Only a line feed ends a line. A carriage return before it is dropped, and so is a byte order mark at the start.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from regard.recipe import Column
 from regard.text.codec import Example
 
 STDIN = "-"
-MEMORY = "<memory>"  # the path of data that was in memory
+MEMORY = "<memory>"  # in place of the path of data in memory
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstandard"}  # by suffix
-ZSTANDARD_BYTES = 1 << 11  # decompressed at a time; they can become 64 MB of text
+ZSTANDARD_BYTES = 1 << 11  # compressed bytes per call, which can become 64 MB of text
 
 _OTHER_FORMATS = {
     b"\xff\xfe": "UTF-16 text; convert it to UTF-8 first",
@@ -33,7 +33,7 @@ _OTHER_FORMATS = {
     b"PK\x03\x04": "a zip archive; unpack it first",
     b"BZh": "bzip2 data; only .gz and .zst are read directly",
     b"\xfd7zXZ": "xz data; only .gz and .zst are read directly",
-    b"PAR1": "a Parquet file; training reads one whose name ends in .parquet, elsewhere write tab-separated text",
+    b"PAR1": "a Parquet file; training reads it if its name ends in .parquet; otherwise, write tab-separated text",
 }
 _REASONS: dict[type[Exception], str] = {
     FileNotFoundError: "no such file",
@@ -49,7 +49,7 @@ def shown(path: str) -> str:
 
 @contextmanager
 def open_bytes(path: str) -> Iterator[BinaryIO]:
-    """Open a file, or `-` for stdin. Compression is recognised by the first bytes. Every failure is a UserError."""
+    """Open a file, or stdin (`-`). Compression is recognised by the first bytes. Every failure is a UserError."""
     with open_raw(path) as raw:
         try:
             head = raw.peek(8)[:8]  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ class _ZstandardReader(io.RawIOBase):
             raise missing_extra(f"{shown(path)}: zstandard data", "zstandard", "corpora") from None
         self._compressed = compressed
         self._name = shown(path)
-        self._frame: Any = None  # the current frame; a file may consist of several
+        self._frame: Any = None  # the current frame of a file that may have several
         self._rest = b""  # compressed bytes after the last frame
         self._ready = memoryview(b"")
 
@@ -109,7 +109,7 @@ class _ZstandardReader(io.RawIOBase):
 
 @contextmanager
 def open_raw(path: str) -> Iterator[BinaryIO]:
-    """Open a file, or `-` for stdin, without decompression."""
+    """Open a file, or stdin (`-`), without decompression."""
     try:
         if path == STDIN:
             if sys.stdin is None:
@@ -146,7 +146,7 @@ MAX_LOCATIONS = 5  # recorded per reason
 
 
 class Line(NamedTuple):
-    """A line, its number from 1, and the reason to skip it, if any. The text of a bad line is shortened or repaired."""
+    """A line, its number from 1, and the reason to skip a bad line, whose text is shortened or repaired."""
 
     number: int
     text: str
@@ -160,21 +160,21 @@ def read_lines(path: str) -> Iterator[Line]:
 
 
 def lines_of(stream: BinaryIO, first: int = 1, length: int | None = None) -> Iterator[Line]:
-    """Yield the lines of the next `length` bytes of a stream (default: all), numbered from `first`."""
+    """Yield the lines of the next `length` bytes of a stream (default: all bytes), numbered from `first`."""
     for begin, block in _split(stream, first, length=length):
         for number, line in enumerate(decode_lines(block, begin), begin):
             yield line if isinstance(line, Line) else Line(number, line)
 
 
 def read_chunks(path: str, size: int = 0) -> Iterator[Chunk]:
-    """Yield a file in chunks of whole lines with at least `size` bytes each; by default, as soon as there is a line."""
+    """Yield a file in chunks of whole lines with at least `size` bytes; by default, lines are not collected."""
     with open_bytes(path) as stream:
         for first, block in _split(stream, size=size):
             yield first, (block,)
 
 
 def decode_lines(block: bytes, first: int) -> Sequence[str | Line]:
-    """The lines of a block whose first line has the number `first`: text, or a Line if it is bad."""
+    """The lines of a block whose first line has the number `first`: texts, or Lines if they are bad."""
     if first > 1 and b"\r" not in block and len(block) <= MAX_LINE_BYTES:
         with suppress(UnicodeDecodeError):
             return block.decode("utf-8").split("\n")
@@ -202,7 +202,7 @@ def _split(stream: BinaryIO, first: int = 1, size: int = 0, length: int | None =
     ready_bytes = 0
     rest = b""  # of an incomplete line
     bytes_left = sys.maxsize if length is None else length
-    # read1 returns the bytes that a pipe has; read would wait for a full chunk while a user waits for an answer
+    # read1 returns the available bytes of a pipe; read would wait for a full chunk
     while chunk := stream.read1(min(READ_BYTES, bytes_left)):  # type: ignore[attr-defined]
         bytes_left -= len(chunk)
         lines, newline, rest = (rest + chunk).rpartition(b"\n")
@@ -224,10 +224,10 @@ def _split(stream: BinaryIO, first: int = 1, size: int = 0, length: int | None =
 
 
 class LineCounter:
-    """Counts the lines that were read and skipped, and records where. `read == kept + sum(skipped.values())` holds."""
+    """Counts lines and skipped lines, and records locations. `read == kept + sum(skipped.values())` always holds."""
 
     def __init__(self, strict: bool = False, reasons: Iterable[str] = ()) -> None:
-        """`reasons` that are expected come first in summaries, in this order."""
+        """These `reasons` come first among equally frequent reasons in summaries."""
         self.strict = strict
         self.read = 0
         self.skipped: Counter[str] = Counter(dict.fromkeys(reasons, 0))
@@ -239,7 +239,7 @@ class LineCounter:
         return self.read - self.skipped.total()
 
     def skip(self, reason: str, location: str, detail: str = "", *, tell: bool = False) -> None:
-        """Count a line as skipped, or raise an error in strict mode; with `tell`, summaries show the detail too."""
+        """Count a line as skipped, or raise an error in strict mode; with `tell`, summaries also show the detail."""
         if self.strict:
             raise UserError(
                 f"{location}: {reason}{detail and ': ' + detail}\n  without --strict such lines are skipped and counted"
@@ -250,7 +250,7 @@ class LineCounter:
             locations.append(f"{location}: {detail}" if tell else location)
 
     def add(self, counts: dict[str, Any]) -> None:
-        """Add the `counts` of the lines that follow."""
+        """Add the `counts` of a counter of later lines."""
         self.read += counts["read"]
         for reason, count in counts["skipped"].items():
             self.skipped[reason] += count
@@ -269,13 +269,13 @@ class LineCounter:
         return lines + (f"; skipped {', '.join(reasons)}" if reasons else "")
 
     def unusable(self, name: str, hint: str = "", noun: str = "example", files: int = 1) -> UserError:
-        """The error for files from which no line was kept; `hint` is the likely cause."""
+        """The error for files without a usable line; `hint` is the likely cause."""
         if not self.read:
             return UserError(f"{name}: the file{' is' if files == 1 else 's are'} empty")
         return UserError(f"{name}: no usable {noun}: {self.summary()}{hint and chr(10) + '  ' + hint}")
 
     def counts(self) -> dict[str, Any]:
-        """The argument for `add`."""
+        """The argument of `add`."""
         return {**self.to_json(), "wrong_columns": dict(self.wrong_columns)}
 
     def to_json(self) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class Located(NamedTuple):
     example: Example
 
 
-Cells = tuple[int, list[str], str, str]  # of a row: its number, its cells, the reason to skip it, a detail of that
+Cells = tuple[int, list[str], str, str]  # a row: its number, its cells, the reason to skip it, a detail of the reason
 Chunk = tuple[int, tuple[bytes, ...]]  # the number of the first line, and the lines of each file
 
 
@@ -298,9 +298,9 @@ class Source(NamedTuple):
 
     paths: tuple[str, ...]
     columns: tuple[Column, ...] = ("source", "target")
-    names: tuple[str, ...] = ()  # of the files in messages, unless they are the paths
-    packed: bool = False  # a copy of rows in memory: each line is a JSON list of cells
-    prefix_column: bool = False  # the last column, after `columns`, has prefixes of outputs
+    names: tuple[str, ...] = ()  # of the files in messages; by default the paths
+    packed: bool = False  # whether the file is a copy of rows in memory: each line is a JSON list of cells
+    prefix_column: bool = False  # whether a last column, after `columns`, holds prefixes of outputs
     keys: tuple[str, ...] = ()  # the names of the columns in a file that names its columns
 
     def location(self, number: int, file: int = 0) -> str:
@@ -329,7 +329,6 @@ class Source(NamedTuple):
         return read_chunks(self.paths[0], size) if len(self.paths) == 1 else self._parallel_chunks(size)
 
     def chunk_lines(self, chunk: Chunk) -> int:
-        """The number of lines in a chunk."""
         return chunk[1][0].count(b"\n") + 1
 
     def read_chunk(self, chunk: Chunk, counter: LineCounter) -> Iterator[Located]:
@@ -347,7 +346,7 @@ class Source(NamedTuple):
             yield Located(number, Example(cells[source_index], target, features))
 
     def cells(self, counter: LineCounter) -> Iterator[tuple[int, list[str]]]:
-        """Yield the number and the cells of the good lines of a table, which need a target; every line is counted."""
+        """Yield the number and the cells of the good lines of a table; every line is counted."""
         for chunk in self.chunks():
             yield from self._good_cells(chunk, counter)
 
@@ -388,7 +387,7 @@ class Source(NamedTuple):
                 yield number, [line] if single_column else line.split("\t"), "", ""
 
     def _parallel_chunks(self, size: int) -> Iterator[Chunk]:
-        """Yield chunks with the same number of lines of each file."""
+        """Yield chunks with an equal number of lines of each file."""
         left, right = (read_chunks(path, size) for path in self.paths)
         targets: list[bytes] = []  # read, but not yet in a chunk
         source_count = 0  # lines read
@@ -430,7 +429,7 @@ class Source(NamedTuple):
             raise counter.unusable(self.name, self.hint(counter))
 
     def hint(self, counter: LineCounter) -> str:
-        """The likely mistake if most lines have an unexpected number of columns."""
+        """The likely mistake if most lines have the wrong number of columns."""
         (columns, count), *_ = counter.wrong_columns.most_common(1) or [(0, 0)]
         if count * 2 < counter.read or not columns:
             return ""

@@ -1,4 +1,4 @@
-"""A corpus on disk, read as needed: `source.bin` and `target.bin` hold the concatenated ids of all examples,
+"""A corpus on disk, read on demand: `source.bin` and `target.bin` hold the concatenated ids of all examples,
 `*.offsets` their boundaries, `lines.bin` the positions of the examples in their files, and `meta.json` the counts.
 """
 
@@ -29,11 +29,11 @@ from regard.text.tokenizer import threads
 FORMAT = 1
 SIDES = ("source", "target")
 LINES = "lines.bin"
-MAX_CHUNK = 8192  # examples tokenised at a time
-MAX_CHUNK_TEXT = 1_000_000  # characters tokenised at a time
+MAX_CHUNK = 8192  # examples tokenised together
+MAX_CHUNK_TEXT = 1_000_000  # characters tokenised together
 MAX_MAPPED_BYTES = 64 << 20  # larger files are not mapped into memory
-MAX_OFFSETS = 1 << 20  # read at a time
-MAX_GAP = 256  # unneeded offsets that are read to save another read
+MAX_OFFSETS = 1 << 20  # offsets per read
+MAX_GAP = 256  # largest number of unneeded offsets that are read to save another read
 
 Row = NDArray[np.unsignedinteger[Any]]
 
@@ -50,10 +50,10 @@ class Corpus:
             source, target = (_Side(path, side, meta) for side in SIDES)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: not a readable corpus: {error}") from None
-        self.source, self.target = source.row, target.row  # functions: number of an example -> its ids
+        self.source, self.target = source.row, target.row  # functions from the number of an example to its ids
         self.source_lengths, self.target_lengths = source.lengths, target.lengths
         self.tokens = len(source.flat) + len(target.flat)  # of both sides
-        self.corpora = tuple(meta.get("corpora", (len(self),)))  # number of examples of each, in order
+        self.corpora = tuple(meta.get("corpora", (len(self),)))  # numbers of examples
         self.size = len(self)  # reported as the amount of data
         self._lines = path / LINES
 
@@ -67,26 +67,25 @@ class Corpus:
         return sum(int(np.maximum(*chunk).sum()) for chunk in sides) / max(1, len(self))
 
     def line(self, index: int) -> int | None:
-        """The position of an example in the data files; None if an earlier version wrote the corpus without it."""
+        """The position of an example in the data files; None in a corpus of an early version."""
         if not self._lines.is_file():
             return None
         return int(np.fromfile(self._lines, np.int64, count=1, offset=8 * index)[0])
 
     def batch(self, indices: NDArray[np.integer[Any]], config: Config, total: int | None = None) -> Batch:
-        """The examples with these numbers."""
         rows = [int(index) for index in indices]
         return collate([self.source(row) for row in rows], [self.target(row) for row in rows], config, total)
 
 
 class Flat:
-    """A flat file of numbers, read as needed."""
+    """A flat file of numbers, read on demand."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._dtype = np.dtype(dtype)
         size = path.stat().st_size
         self._length = size // self._dtype.itemsize
-        # The pages of a large memory map count as memory of this process until another one needs it. Reading costs
-        # little more, and leaves caching to the system.
+        # The pages of a large memory map count as memory of this process until another process needs memory. Reading
+        # costs little more and leaves caching to the system.
         self.mapped: NDArray[Any] | None = None  # the whole file, unless it is large
         if size > MAX_MAPPED_BYTES and hasattr(os, "pread"):
             self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -106,24 +105,23 @@ class Flat:
 
 
 def append(path: Path, values: NDArray[Any]) -> None:
-    """Append numbers to a file."""
     with path.open("ab") as file:
         file.write(values.tobytes())
 
 
 class RowLengths:
-    """The number of ids in each row of a side, computed from the offsets as needed."""
+    """The number of ids in each row of a side, computed from the offsets on demand."""
 
     def __init__(self, offsets: Flat) -> None:
         if not len(offsets):
-            raise ValueError("there are no offsets")
+            raise ValueError("the file of offsets is empty")
         self._offsets = offsets
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def __getitem__(self, rows: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """The lengths of any rows; offsets that are close in the file are read together."""
+        """The lengths of these rows; nearby offsets are read together."""
         if (offsets := self._offsets.mapped) is not None:
             lengths: NDArray[np.int64] = offsets[rows + 1] - offsets[rows]
             return lengths
@@ -183,7 +181,7 @@ class CorpusWriter:
         return self.parts.total()
 
     def add(self, examples: Iterable[Located], counter: LineCounter, location: Callable[[int], str]) -> None:
-        """Tokenise and write examples; `counter` counts the examples outside the limits."""
+        """Tokenise and write examples; `counter` counts examples outside the limits."""
         for chunk in _chunks(examples):
             with threads():
                 rows, indices = self._encoder.encode(
@@ -193,7 +191,6 @@ class CorpusWriter:
             self.examples.extend(chunk[index].example for index in indices)
 
     def write(self, rows: Rows) -> None:
-        """Write tokenised examples."""
         self._write("source", rows.source, rows.source_lengths)
         self._write("target", rows.target, rows.target_lengths)
         append(self.path / LINES, rows.positions)
@@ -209,7 +206,7 @@ class CorpusWriter:
             self.unknown[side] += int(np.count_nonzero(ids == self._encoder.codec.ids.unk))
 
     def finish(self, corpora: Sequence[int] = ()) -> None:
-        """Complete the corpus; `corpora` are the numbers of examples of its parts, if it has several."""
+        """Complete the corpus; `corpora` are the numbers of examples of its parts."""
         counts = {"examples": self.count, "symbols": self.tokens, "unknown": self.unknown}
         meta = {"format": FORMAT, **counts, "dtype": self._encoder.dtype}
         if len(corpora) > 1:

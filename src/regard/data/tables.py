@@ -1,4 +1,4 @@
-"""Tables of any format (TSV, JSONL, Parquet), several files as one data set, duplicates, and the validation split."""
+"""Tables in all formats (TSV, JSONL, Parquet), data sets of several files, duplicates, and the validation split."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from regard.text.tokenizer import SURROGATE
 Format = Literal["text", "jsonl", "parquet"]
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
-PARQUET_ROWS = 8192  # read at a time
-PARQUET_BUFFER_BYTES = 1 << 20  # per column; the default of pyarrow reads a whole row group at once
+PARQUET_ROWS = 8192  # per batch
+PARQUET_BUFFER_BYTES = 1 << 20  # per column; by default, pyarrow reads a whole row group into memory
 
 
 def format_of(path: str) -> Format:
-    """The format of a file, decided by its name; "text", such as standard input, may have columns without names."""
+    """The format of a file, decided by its name; "text" (for example stdin) includes tables without column names."""
     if path.endswith(PARQUET_SUFFIXES):
         return "parquet"
     for suffix in COMPRESSIONS:
@@ -54,12 +54,12 @@ def format_of(path: str) -> Format:
 
 
 def open_table(path: str, columns: tuple[Column, ...], names: Sequence[str] | None) -> Source:
-    """The table in a file. `names` are the names of the columns in formats that have names, by default `columns`."""
+    """The table in a file. `names` are the column names in JSONL and Parquet files, by default `columns`."""
     return SOURCES[format_of(path)]((path,), columns, keys=tuple(names or columns))
 
 
 class JsonlSource(Source):
-    """A file with a JSON object in every line, whose columns are keys of the objects."""
+    """A file with a JSON object in every line; the columns are keys of the objects."""
 
     __slots__ = ()
 
@@ -102,7 +102,7 @@ class JsonlSource(Source):
 
 
 class ParquetSource(JsonlSource):
-    """A Parquet file. A chunk holds some of its rows in the stream format of Arrow, so the file is read once."""
+    """A Parquet file. A chunk holds rows in the stream format of Arrow, so that the file is read only once."""
 
     __slots__ = ()
 
@@ -110,7 +110,7 @@ class ParquetSource(JsonlSource):
         return f"{self.file_names[file]}[{number - 1}]"
 
     def chunks(self, size: int = 0) -> Iterator[Chunk]:
-        """Yield chunks of at least `size` bytes, whatever the size of the row groups."""
+        """Yield chunks of at least `size` bytes, for row groups of any size."""
         first = 1
         batches: list[Any] = []
         with self._open() as file:
@@ -153,7 +153,7 @@ class ParquetSource(JsonlSource):
             if key not in known:
                 raise UserError(
                     f"{self.name}: has no column {key!r}{closest(key, known)}\n  columns: {', '.join(known)}; name "
-                    f"those to read with --set column_names=[...], in the order {','.join(self.columns)}"
+                    f"the ones to read with --set column_names=[...], in the order {','.join(self.columns)}"
                 )
 
     def hint(self, counter: LineCounter) -> str:
@@ -180,22 +180,22 @@ def _unpack(packed: bytes) -> Iterator[Any]:
 
 PART = 1 << 40  # the position of an example is the number of its line plus PART times the number of its file
 DUPLICATE = "pair that came before"
-PARTITIONS = 64  # of hashes, sorted one after the other
-MAX_NAMED_ENTRIES = 3  # in messages
+PARTITIONS = 64  # of hashes, sorted separately to save memory
+MAX_NAMED_ENTRIES = 3  # in a message
 COMPRESSION_RATIO = 3  # approximate
 
 Mask = NDArray[np.bool_]
 
 
 def expand(entry: str) -> list[str]:
-    """The files that match an entry of a recipe, sorted by name; the entry itself if none does."""
+    """The files that match an entry of a recipe, sorted by name; the entry itself if no file matches."""
     if entry in (STDIN, MEMORY) or exists(entry) or not has_magic(entry):
         return [entry]
     return sorted(path for path in glob(entry, recursive=True) if isfile(path)) or [entry]
 
 
 class LineBlock(NamedTuple):
-    """A part of the input that is read independently: some lines of the file with the number `part`."""
+    """An independently readable part of the input: lines of the file with the number `part`."""
 
     part: int
     chunk: Chunk
@@ -221,7 +221,7 @@ class Corpora:
 
     @classmethod
     def of_parallel(cls, sources: Sequence[str], targets: Sequence[str], settings: tuple[str, str]) -> Corpora:
-        """Files of sources and files of targets in the same order; `settings` are their names in the recipe."""
+        """Parallel files of sources and targets; `settings` are the names of both lists in the recipe."""
         if len(sources) != len(targets):
             raise UserError(f"{settings[0]} has {plural(len(sources), 'entry')} but {settings[1]} has {len(targets)}")
         parts: list[Source] = []
@@ -261,7 +261,7 @@ class Corpora:
 
     @property
     def text_size(self) -> int:
-        """The approximate size of the text in bytes, without missing files, which are reported when they are read."""
+        """The approximate size of the text in bytes; missing files are ignored here and reported when they are read."""
         compressed = (*COMPRESSIONS, *PARQUET_SUFFIXES)
         return sum(
             getsize(path) * (COMPRESSION_RATIO if path.endswith(compressed) else 1)
@@ -297,7 +297,7 @@ class Corpora:
         """Yield the good examples of a block, without the marked duplicates."""
         examples = self.parts[block.part].read_chunk(block.chunk, counter)
         if block.part == 0 and block.duplicates is None:
-            yield from examples  # whose positions are the line numbers
+            yield from examples  # positions are line numbers
             return
         for number, example in examples:
             position = PART * block.part + number
@@ -319,7 +319,7 @@ class Corpora:
 
 
 class Duplicates:
-    """Marks the examples that repeat the pair, and the features, of an earlier one, compared by hashes of 8 bytes."""
+    """Marks examples that repeat the source, target and features of an earlier one, compared by hashes of 8 bytes."""
 
     def __init__(self, corpora: Corpora) -> None:
         packed = bytearray()  # the hash of every line, 0 for bad lines
@@ -342,7 +342,7 @@ class Duplicates:
             self._mask[lines[order[1:][equal]]] = True
 
     def among(self, part: int, first: int, lines: int) -> Mask:
-        """Marks the duplicates among some lines of a file; the marks of bad lines have no meaning."""
+        """The marks of a range of lines of a file; the marks of bad lines have no meaning."""
         begin = self._begins[part] + first - 1
         return self._mask[begin : begin + lines]
 
@@ -350,8 +350,8 @@ class Duplicates:
 VALID_SHARE = 0.05  # of the examples
 MIN_VALID = 50  # examples
 MAX_VALID = 2_000
-MAX_VALID_SHARE = 0.2  # of a small file, even if that is fewer than MIN_VALID
-CANDIDATES = 2 * MAX_VALID  # the sources with the smallest hashes, from which the held-out ones are chosen
+MAX_VALID_SHARE = 0.2  # of a small file, even if this is below MIN_VALID
+CANDIDATES = 2 * MAX_VALID  # sources with the smallest hashes, from which held-out sources are chosen
 HASH_KEY = b"1"  # gives the split of earlier versions with their default seed
 
 
@@ -361,10 +361,10 @@ def valid_count(examples: int) -> int:
 
 
 class Splitter:
-    """Holds out the sources with the smallest hashes, so the choice depends on the contents only, not on the order."""
+    """Holds out the sources with the smallest hashes: the choice depends on the content of the data, not its order."""
 
     def __init__(self, chosen: Iterable[tuple[int, bytes]] = ()) -> None:
-        self._candidates: dict[bytes, tuple[int, int]] = {}  # hash of a source -> number of its examples, its checksum
+        self._candidates: dict[bytes, tuple[int, int]] = {}  # hash of a source -> (number of examples, checksum)
         self._bound = b"\xff" * 8  # sources with larger hashes are not candidates
         self._examples = 0
         self._keyed = blake2b(digest_size=8, key=HASH_KEY)
@@ -388,30 +388,30 @@ class Splitter:
             return
         count, checksum = self._candidates.get(digest) or (0, crc32(content))
         self._candidates[digest] = (count + 1, checksum)
-        if len(self._candidates) >= 2 * CANDIDATES:  # keep the smallest; a dropped one can never be a candidate again
+        if len(self._candidates) >= 2 * CANDIDATES:  # keep the smallest; larger hashes can never be chosen
             self._candidates = dict(sorted(self._candidates.items())[:CANDIDATES])
             self._bound = max(self._candidates)
 
     def choose(self) -> int:
-        """Choose, after the last example -> the number of held-out examples; 0 if all have the same source."""
+        """Choose sources, after all examples -> the number of held-out examples; 0 if all have the same source."""
         if len(self._candidates) < 2:
             return 0
         limit = valid_count(self._examples)
         chosen: list[tuple[int, bytes]] = []
         total = 0
-        candidates = sorted(self._candidates.items())[:CANDIDATES]  # larger hashes may be incomplete by the order
+        candidates = sorted(self._candidates.items())[:CANDIDATES]  # examples with larger hashes may not all be counted
         for digest, (count, checksum) in candidates:
             if total + count <= limit:
                 chosen.append((checksum, digest))
                 total += count
-        if not chosen:  # every source has more examples than the limit: take the rarest
+        if not chosen:  # every source has more examples than the limit: choose the rarest
             total, digest, checksum = min((count, digest, checksum) for digest, (count, checksum) in candidates)
             chosen = [(checksum, digest)]
         self._choose(chosen)
         return total
 
     def held_out(self, source: str | bytes) -> bool:
-        """Whether examples with this source belong to validation."""
+        """Whether examples with this source are held out."""
         content = _bytes(source)
         checksum = crc32(content)  # much faster than the hash, and nearly always sufficient
         return checksum in self._chosen_checksums and (checksum, self._hash(content)) in self.chosen

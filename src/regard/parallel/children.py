@@ -1,7 +1,7 @@
-"""Child processes, which exchange messages with their parent over a socket pair and exit when it does.
+"""Child processes, which exchange messages with their parent over a socket pair and exit when it exits.
 
-`Template.start` forks a process that has loaded what its children share, `fork` forks this process, and `spawn` starts
-a new interpreter, also for `Template.start` where fork is not available. Errors include the last lines of stderr.
+`Template.start` forks a process that has loaded the modules and data that its children share, `fork` forks this
+process, and `spawn` starts a new interpreter. Without fork, `Template.start` spawns. Errors quote the end of stderr.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ R = TypeVar("R")
 
 
 class ChildDied(UserError):
-    """A child has ended before its work was done; the message has its status and the last lines of its stderr."""
+    """A child exited before it finished its work; the message has its status and the last lines of its stderr."""
 
 
 class ChildFault(RuntimeError):
@@ -52,7 +52,7 @@ _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
 class Child:
-    """A running child. `poll` tells its exit status; a negative one is the signal that killed it."""
+    """A child process. Its exit status is negative if a signal killed it."""
 
     def __init__(self, name: str, pid: int, channel: Channel, stderr: IO[bytes] | None, poll: Callable[[], int | None]):
         self.name = name
@@ -64,13 +64,13 @@ class Child:
         _children.add(self)
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
+        """The exit status; None while the child runs."""
         if self._status is None:
             self._status = self._poll()
         return self._status
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status, waited for at most this long."""
+        """Wait for the exit status -> the status, or None after the timeout."""
         deadline = time.monotonic() + seconds
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -78,12 +78,12 @@ class Child:
 
     def ask(self, header: dict[str, Any], parts: Sequence[bytes] = ()) -> Message:
         """Send a request and wait for the answer; errors of the child are raised."""
-        with suppress(OSError):  # the child has ended, which `answer` reports
+        with suppress(OSError):  # the child has exited; `answer` reports it
             self.channel.send(header, parts)
         return self.answer()
 
     def answer(self) -> Message:
-        """Wait for the answer to a request that was sent; its errors are raised."""
+        """Wait for the answer to an earlier request; errors of the child are raised."""
         answer = None
         with suppress(OSError):
             answer = self.channel.receive()
@@ -96,17 +96,16 @@ class Child:
         return answer
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
-        if self.poll() is None:  # the process id stays its own until its status is read
+        """Send a signal if the child is running."""
+        if self.poll() is None:  # its process id cannot be reused before its status is read
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it at once."""
         self.signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
     def close(self, grace: float = 0.0) -> None:
-        """Close the channel, which ends the child; kill it if it is still there after the grace period (seconds)."""
+        """Close the channel, on which the child exits; kill it after a grace period in seconds."""
         self.channel.close()
         if self.wait(grace) is None:
             self.kill()
@@ -116,7 +115,7 @@ class Child:
         _children.discard(self)
 
     def failure(self, seconds: float = 0.0) -> str:
-        """How it ended, with the last lines of its stderr; waits this long for its exit status."""
+        """A description of the exit with the last lines of stderr; waits at most `seconds` for the exit status."""
         status = self.wait(seconds)
         if status is None:
             how = "does not answer"
@@ -128,26 +127,26 @@ class Child:
         return "\n  ".join([f"{self.name} {how}{hint}", *self.last_lines()])
 
     def last_lines(self) -> list[str]:
-        """The last lines of its stderr, if that is captured."""
-        if self._stderr is None or sys.platform == "win32":  # which has no reads at a position
+        """The last lines of stderr, if it is captured."""
+        if self._stderr is None or sys.platform == "win32":  # Windows has no pread
             return []
         size = os.fstat(self._stderr.fileno()).st_size
         tail = os.pread(self._stderr.fileno(), 1 << 16, max(0, size - (1 << 16)))
         return tail.decode("utf-8", "replace").strip().splitlines()[-STDERR_LINES:]
 
 
-Work = Callable[[Channel, dict[str, Any]], None]  # of a child: its end of the channel, and its settings
+Work = Callable[[Channel, dict[str, Any]], None]  # called in a child with its end of the channel and its settings
 
 
 def has_fork() -> bool:
-    """Whether processes are forked on this system. macOS has fork, but its frameworks do not survive it."""
+    """Whether children are forked on this system. The frameworks of macOS do not survive a fork."""
     return sys.platform.startswith("linux") and NO_FORK not in os.environ
 
 
 def can_fork() -> bool:
-    """Whether this process, of which a fork copies one thread, has no threads of Python or torch.
+    """Whether this process has a single thread of Python and torch: a fork copies only the calling thread.
 
-    The caller must have made sure that the tokenizers library has started none.
+    The caller must ensure that the tokenizers library has started no threads.
     """
     if not has_fork() or threading.active_count() > 1:
         return False
@@ -156,10 +155,10 @@ def can_fork() -> bool:
 
 
 def fork(work: Work, settings: dict[str, Any], name: str = "a worker process") -> Child:
-    """Fork this process, which must be fit for it (`can_fork`); the child has a copy of all that it has loaded."""
+    """Fork this process, which requires `can_fork`; the child has a copy of its memory."""
     ours, theirs = socket.socketpair()
-    stderr = tempfile.TemporaryFile()  # noqa: SIM115  as long as the child
-    pid = _fork(work, settings, theirs, stderr.fileno(), ours, {})
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed by `Child.close`
+    pid = _fork(work, settings, theirs, stderr.fileno(), ours)
     theirs.close()
     return Child(name, pid, Channel(ours), stderr, lambda: _status_of(pid))
 
@@ -171,11 +170,10 @@ def spawn(
     capture: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Child:
-    """Start a new interpreter that calls `work`, given as "module:function"."""
+    """Start a new interpreter that calls `work` ("module:function")."""
     ours, theirs = socket.socketpair()
-    stderr = tempfile.TemporaryFile() if capture else None  # noqa: SIM115  as long as the child
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join(dict.fromkeys(filter(None, [package, *sys.path])))
+    stderr = tempfile.TemporaryFile() if capture else None  # noqa: SIM115  closed by `Child.close`
+    path = os.pathsep.join(dict.fromkeys(filter(None, [str(Path(__file__).parents[2]), *sys.path])))
     windows = sys.platform == "win32"
     process = subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import main; main()", "-" if windows else str(theirs.fileno())],
@@ -185,19 +183,19 @@ def spawn(
         env={**os.environ, **(environment or {}), "PYTHONPATH": path},
         pass_fds=() if windows else (theirs.fileno(),),
     )
-    if sys.platform == "win32":  # which passes sockets to other processes as bytes
+    if sys.platform == "win32":  # sockets are passed to other processes as bytes
         assert process.stdin is not None
         process.stdin.write(theirs.share(process.pid))
         process.stdin.close()
     theirs.close()
     child = Child(name, process.pid, Channel(ours), stderr, process.poll)
-    with suppress(OSError):  # it has ended, which its user will notice
+    with suppress(OSError):  # the child has exited; the caller's next call reports it
         child.channel.send({"work": work, "settings": settings})
     return child
 
 
 def main() -> None:
-    """The program of a spawned child."""
+    """The entry point of a spawned child."""
     if sys.platform == "win32":
         connection = socket.fromshare(sys.stdin.buffer.read())
     else:
@@ -214,14 +212,13 @@ def _fork(
     connection: socket.socket,
     stderr: int | None,
     ours: socket.socket,
-    environment: Mapping[str, str],
 ) -> int:
     """Fork -> the process id. The child closes `ours` and all other connections of this process."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
-            stream.flush()  # or the child would write it once more
+            stream.flush()  # otherwise the child writes the buffered text again
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork next to threads: those of BLAS, which adapt
+        warnings.simplefilter("ignore", DeprecationWarning)  # about other threads: only those of BLAS, which are safe
         pid = os.fork()
     if pid:
         return pid
@@ -231,14 +228,13 @@ def _fork(
         for child in _children:
             child.channel.close()
         _redirect(stderr)
-        os.environ.update(environment)
         status = _run(Channel(connection), work, settings)
     finally:
         os._exit(status)
 
 
 def _redirect(stderr: int | None) -> None:
-    """Read no input, and write stdout to stderr."""
+    """Redirect stdin from the null device and stdout to stderr."""
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     if stderr is not None:
@@ -249,10 +245,10 @@ def _redirect(stderr: int | None) -> None:
 
 def _run(channel: Channel, work: Work, settings: dict[str, Any]) -> int:
     """Run the work of a child -> its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and ends the child
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    if work is not _serve_forks:  # which is to be forked, with one thread
+    if work is not _serve_forks:  # a template must have a single thread, because it is forked
         _exit_with_parent(channel.connection)
     status = 0
     try:
@@ -274,15 +270,15 @@ def _run(channel: Channel, work: Work, settings: dict[str, Any]) -> int:
 
 
 def _exit_with_parent(connection: socket.socket) -> None:
-    """Exit as soon as the other end of a connection is closed, in the middle of a computation too."""
-    if not hasattr(select, "poll"):  # Windows: noticed when the next message is sent or received
+    """Exit as soon as the other end of a connection is closed, even during a computation."""
+    if not hasattr(select, "poll"):  # on Windows, the child exits at its next message
         return
     poll = select.poll()
-    poll.register(connection, 0)  # asks only for the end of the connection
+    poll.register(connection, 0)  # wakes up only when the connection is closed
 
     def watch() -> None:
         poll.poll()
-        time.sleep(0.05)  # a child that was waiting for a message ends by itself
+        time.sleep(0.05)  # a child that was waiting for a message returns normally
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="exit-with-parent").start()
@@ -293,7 +289,7 @@ def _status_of(pid: int) -> int | None:
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
-        return 0  # someone else has read it
+        return 0  # the status was read elsewhere
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
@@ -306,14 +302,14 @@ def answer_requests(channel: Channel, answer: Callable[[Message], Message]) -> N
             reply = Message({"mistake": str(error)})
         except Exception:
             reply = Message({"fault": traceback.format_exc()})
-        with suppress(OSError):  # the parent has ended, which `receive` reports
+        with suppress(OSError):  # the parent has exited; `receive` reports it
             channel.send(reply.header, reply.parts)
 
 
 class Template:
-    """A process that loads what its children share, and is forked for each of them.
+    """A process that loads the modules and data that its children share, and is forked for each child.
 
-    `prepare` ("module:function") gets the settings and returns the work of the children and a description for `wait`.
+    `prepare` ("module:function") takes the settings and returns the work of the children and a description for `wait`.
     """
 
     def __init__(
@@ -325,36 +321,28 @@ class Template:
     ) -> None:
         self._lock = threading.Lock()
         self._preparation = {"prepare": prepare, "settings": settings or {}}
-        self._environment = dict(environment or {})
-        self._process = spawn(f"{__name__}:_serve_forks", self._preparation, name, False, self._environment)
+        self._environment = environment  # inherited by the children
+        self._process = spawn(f"{__name__}:_serve_forks", self._preparation, name, False, environment)
         self._description: dict[str, Any] | None = None
 
     def wait(self) -> dict[str, Any]:
-        """Wait until it is ready -> the description; a UserError in `prepare` is raised."""
+        """Wait until the template is ready -> the description; a UserError in `prepare` is raised."""
         with self._lock:
             if self._description is None:
                 self._description = self._process.answer().header["ready"]
         return self._description
 
-    def start(
-        self,
-        settings: dict[str, Any],
-        name: str = "a worker process",
-        capture: bool = True,
-        environment: Mapping[str, str] | None = None,
-    ) -> Child:
+    def start(self, settings: dict[str, Any], name: str = "a worker process", capture: bool = True) -> Child:
         """Start a child. With the default `prepare`, `settings` are {"work": "module:function", "settings": {...}}."""
         self.wait()
-        environment = {**self._environment, **(environment or {})}
         if not has_fork():
-            return spawn(
-                f"{__name__}:_prepare_and_work", {**self._preparation, "child": settings}, name, capture, environment
-            )
+            preparation = {**self._preparation, "child": settings}
+            return spawn(f"{__name__}:_prepare_and_work", preparation, name, capture, self._environment)
         ours, theirs = socket.socketpair()
-        stderr = tempfile.TemporaryFile() if capture else None  # noqa: SIM115  as long as the child
+        stderr = tempfile.TemporaryFile() if capture else None  # noqa: SIM115  closed by `Child.close`
         handles = [theirs.fileno(), *([stderr.fileno()] if stderr else [])]
         try:
-            pid: int = self._ask({"start": settings, "capture": capture, "environment": environment}, handles)["pid"]
+            pid: int = self._ask({"start": settings, "capture": capture}, handles)["pid"]
         except BaseException:
             ours.close()
             if stderr is not None:
@@ -365,13 +353,13 @@ class Template:
         return Child(name, pid, Channel(ours), stderr, lambda: self._poll(pid))
 
     def close(self, grace: float = 3.0) -> None:
-        """End it, after its children: it is their parent and reaps them."""
+        """End the template, after its children: it must reap them."""
         self._process.close(grace)
 
     def _poll(self, pid: int) -> int | None:
         try:
             status: int | None = self._ask({"poll": pid})["status"]
-        except ChildDied:  # the template has ended first; this child must not stay behind
+        except ChildDied:  # the template has exited first
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             status = -signal.SIGKILL
@@ -379,7 +367,7 @@ class Template:
 
     def _ask(self, header: dict[str, Any], handles: Sequence[int] = ()) -> dict[str, Any]:
         with self._lock:
-            with suppress(OSError):  # it has ended, which `answer` reports
+            with suppress(OSError):  # the template has exited; `answer` reports it
                 self._process.channel.send(header, handles=handles)
             return self._process.answer().header
 
@@ -411,7 +399,7 @@ def _serve_forks(control: Channel, settings: dict[str, Any]) -> None:
         handles = [control.handles.popleft() for _ in range(1 + request["capture"])]
         stderr = handles[1] if request["capture"] else None
         with socket.socket(fileno=handles[0]) as connection:
-            pid = _fork(work, request["start"], connection, stderr, control.connection, request["environment"])
+            pid = _fork(work, request["start"], connection, stderr, control.connection)
         for handle in handles[1:]:
             os.close(handle)
         control.send({"pid": pid})
@@ -421,7 +409,7 @@ def _serve_forks(control: Channel, settings: dict[str, Any]) -> None:
 
 
 def _prepare_and_work(channel: Channel, settings: dict[str, Any]) -> None:
-    """The work of a child of a template where fork is not available."""
+    """The work of a template's child without fork."""
     work, _ = resolve_name(settings["prepare"])(settings["settings"])
     work(channel, settings["child"])
 
@@ -432,10 +420,10 @@ def ordered_map(
     here: Callable[[T], R] | None = None,
     stop: Callable[[], None] = lambda: None,
 ) -> Iterator[R]:
-    """The results of items, in order; each worker runs in a thread of its own and may wait for a child.
+    """Yield the results of items, in order; each worker runs in its own thread and may wait for a child.
 
-    With `here`, this thread takes items too while it waits. `stop` is called if the items are not finished: it must
-    make waiting workers return.
+    With `here`, this thread also takes items while it waits. `stop` is called after an error or an early end of the
+    iteration; it must make waiting workers return.
     """
     free: queue.SimpleQueue[Callable[[T], R]] = queue.SimpleQueue()
     for worker in workers:

@@ -9,7 +9,7 @@ CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cores() -> int:
-    """Physical cores in the CPU affinity of this process, at most the CPU quota of its container."""
+    """The number of physical cores in the CPU affinity of this process, limited by the CPU quota of its container."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     siblings = set()

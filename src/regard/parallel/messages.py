@@ -38,7 +38,7 @@ class Unpacker:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that these bytes complete."""
+        """Yield the messages that these bytes complete."""
         self._buffer += data
         while (message := self._next()) is not None:
             yield message
@@ -70,7 +70,7 @@ class Channel:
         self._messages: deque[Message] = deque()
 
     def send(self, header: dict[str, Any], parts: Sequence[bytes] = (), handles: Sequence[int] = ()) -> None:
-        """Send a message; `handles` are open file descriptors that the receiver gets copies of."""
+        """Send a message; `handles` are open file descriptors, which are duplicated for the receiver."""
         data = pack(Message(header, parts))
         sent = socket.send_fds(self.connection, [data], handles) if handles else 0
         if sent < len(data):
@@ -94,7 +94,7 @@ class Channel:
 
     @property
     def readable(self) -> bool:
-        """Whether `receive` would return at once."""
+        """Whether `receive` would return without waiting."""
         return bool(self._messages) or bool(select.select([self.connection], [], [], 0)[0])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks: processes that work together in a process group, started by torchrun or by the first of them.
+"""Process groups, whose ranks are started by torchrun or by rank 0.
 
 torch is imported inside functions: commands that run in a single process do not pay for torch.distributed.
 """
@@ -30,7 +30,7 @@ WAIT_FOR_FIRST = datetime.timedelta(days=30)
 EXIT_SECONDS = 5.0  # grace period before ranks are killed
 EXIT_STATUS_SECONDS = 1.0
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
-RESUME = "the last checkpoint is safe, go on with --resume"
+RESUME = "the last checkpoint is safe, continue with --resume"
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class ProcessGroup:
         self._waits = 0
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """The numbers of every process, by rank."""
+        """Gather the numbers of all processes, by rank."""
         return self.gather_later(values)()
 
     def gather_later(self, values: list[float]) -> Callable[[], list[list[float]]]:
@@ -71,7 +71,7 @@ class ProcessGroup:
         return wait
 
     def gather_json(self, value: Any) -> list[Any]:
-        """The JSON values of every process, by rank (torch's own gather of objects uses pickle)."""
+        """Gather the JSON values of all processes, by rank (torch's own gather of objects uses pickle)."""
         if self.size == 1:
             return [value]
         import torch
@@ -90,7 +90,7 @@ class ProcessGroup:
         return self.gather_json(value if self.first else None)[0]
 
     def wait_for_first(self) -> None:
-        """Wait until rank 0 calls this as well. It may take hours; collectives time out after half an hour."""
+        """Wait until rank 0 calls this too. It may wait for hours, while collectives time out after half an hour."""
         self._waits += 1
         key = f"first-{self._waits}"
         if self.first and self.size > 1:
@@ -128,7 +128,7 @@ class ProcessGroup:
 
 
 def form_group(rank: int, size: int, device: torch.device, store: Any, offload: bool = False) -> ProcessGroup:
-    """Form the process group. The processes meet in `store`, which may be the name of a file."""
+    """Form the process group; `store` is a key-value store or, on a single machine, the name of a file."""
     import torch
     import torch.distributed as dist
 
@@ -145,7 +145,7 @@ def form_group(rank: int, size: int, device: torch.device, store: Any, offload: 
 
 
 def process_device(request: str, rank: int | None = None) -> torch.device:
-    """The device of this process; every rank has its own GPU. `rank` is None under torchrun, which sets it."""
+    """The device of this process; every rank has its own GPU. If `rank` is None, it is read from the environment."""
     from regard.device import choose_device
 
     if ":" in request and (rank is not None or has_launcher()):
@@ -154,7 +154,7 @@ def process_device(request: str, rank: int | None = None) -> torch.device:
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Whether a collective failed because another process has ended."""
+    """Whether a collective failed because another process exited."""
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo raises RuntimeError itself
@@ -176,20 +176,20 @@ class Launch(NamedTuple):
     processes: int
     launchers: frozenset[str]  # the torchrun processes, one per machine; the same in every attempt
     restarted: bool
-    problem: str | None = None  # with restarting them
+    problem: str | None = None  # a reason why a restart may fail
 
     @classmethod
     def of(cls, group: ProcessGroup) -> Launch:
         """Gather the facts from every process of the group; all of them must call this."""
         launcher = f"{platform.node()} {os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else None
-        # Each launcher counts the failures of its own processes, but all processes are restarted after any failure.
+        # A launcher counts only the failures of its own processes, but after any failure all processes are restarted.
         ranks = group.gather_json((launcher, was_restarted()))
         launchers = frozenset(name for name, _ in ranks if name)
         return cls(group.size, launchers, any(restarted for _, restarted in ranks), restart_problem())
 
 
 def restart_problem() -> str | None:
-    """Why processes that torchrun restarts may fail to connect to each other, or None."""
+    """The reason why processes restarted by torchrun may fail to connect to each other, or None."""
     several = _number("GROUP_WORLD_SIZE", 1) > 1 and _number("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if not several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -200,7 +200,7 @@ def restart_problem() -> str | None:
 
 
 def _number(name: str, default: int | None = None) -> int:
-    """A number in the environment, set by a launcher."""
+    """A number that a launcher has set in the environment."""
     value = os.environ.get(name)
     if value is None:
         if default is not None:
@@ -226,8 +226,8 @@ def join_group(device: torch.device, offload: bool = False) -> ProcessGroup:
 def launcher_store() -> Any:
     """The store of the launcher, with a key prefix for this attempt.
 
-    Without it a restarted process would find the address of a dead one and wait for it. Launchers on several machines
-    count attempts independently, so they cannot use the prefix (see `restart_problem`).
+    Without the prefix, a restarted process would read the address of a dead process and wait for it. Launchers on
+    several machines count attempts independently, so they cannot use it (see `restart_problem`).
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
@@ -240,7 +240,7 @@ def launcher_store() -> Any:
 
 @contextmanager
 def name_lost_connection() -> Iterator[None]:
-    """Turn the failure of a collective into a UserError; torchrun reports which process has ended."""
+    """Turn the failure of a collective into a UserError; torchrun reports which process exited."""
     try:
         yield
     except RuntimeError as error:
@@ -270,11 +270,10 @@ def start_template(modules: list[str]) -> Template:
 def local_group(
     work: str, settings: dict[str, Any], size: int, device: torch.device, offload: bool = False
 ) -> Iterator[ProcessGroup]:
-    """Start the other ranks here and form a group; each runs `work` (module:function) with `join_local_group`."""
+    """Start the other ranks on this machine and form a group; `work` ("module:function") calls `join_local_group`."""
     with ExitStack() as stack:
-        store = (
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="regard-", ignore_cleanup_errors=True)) + "/store"
-        )
+        folder = tempfile.TemporaryDirectory(prefix="regard-", ignore_cleanup_errors=True)
+        store = f"{stack.enter_context(folder)}/store"
         template = stack.enter_context(closing(start_template([work.partition(":")[0]])))
         children = []
         for rank in range(1, size):
@@ -298,13 +297,13 @@ def local_group(
 def join_local_group(
     channel: Channel, settings: dict[str, Any], device: torch.device, offload: bool = False
 ) -> ProcessGroup:
-    """In a rank that `local_group` has started: join its group."""
+    """Join the group of `local_group`, in a rank that it has started."""
     channel.send({"ready": True})
     return form_group(settings["rank"], settings["size"], device, settings["store"], offload)
 
 
 def _find_dead(children: Sequence[Child]) -> Child | None:
-    """A rank that has ended; a connection can break a moment before the exit status is available."""
+    """A rank that has exited; a connection can break shortly before the exit status is available."""
     deadline = time.monotonic() + EXIT_STATUS_SECONDS
     while True:
         for child in children:
@@ -322,7 +321,7 @@ def _describe_failure(child: Child) -> str:
 
 @contextmanager
 def _continue_on_signals(children: Sequence[Child]) -> Iterator[None]:
-    """After a signal, continue suspended ranks. A thread watches, because collectives block signal handlers."""
+    """Send SIGCONT to suspended ranks after a stop signal, from a thread: collectives block signal handlers."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCONT"):
         yield
         return

@@ -15,12 +15,12 @@ CONNECT_SECONDS = 10.0
 
 
 class NoCluster(UserError):
-    """No cluster at an address, or none could be started."""
+    """No cluster answers at an address, or none could be started."""
 
 
 @contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Connect to a cluster -> the module `ray`; shut down at the end of the context.
+    """Connect to a cluster -> the module `ray`, which is shut down at the end of the context.
 
     `address` is HOST:PORT, `auto` for the cluster that runs on this machine, or `local` to start one here.
     """
@@ -30,7 +30,7 @@ def connected(address: str) -> Iterator[Any]:
         raise missing_extra("--ray", error.name or "ray", "ray") from None
     try:
         host, colon, port = address.rpartition(":")
-        if colon and port.isdigit() and "/" not in host:  # if nothing listens there, Ray itself would retry for minutes
+        if colon and port.isdigit() and "/" not in host:  # without a listener there, Ray would retry for minutes
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         # By default Ray counts hardware threads, including those outside the CPU affinity of this process.
         resources = {"num_cpus": cores()} if address == "local" else {}

@@ -1,4 +1,4 @@
-"""Conversion between examples and ids with the tokenizers and features of a run, and counts of unknown tokens."""
+"""Conversion between examples and ids by the tokenizers and features of a run, and counts of unknown tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TextConfig(Value):
     columns: tuple[Column, ...] = ("source", "target")
     feature_separator: str = ";"
     frame: Frame = "end"  # special tokens around a source text: x eos, sos x eos, sos x, or none
-    ids: SpecialIds | None = None  # of foreign vocabularies; learned vocabularies all have the same
+    ids: SpecialIds | None = None  # of foreign vocabularies; all learned vocabularies have the same ids
     sizes: tuple[Tokens, Tokens] | None = None  # of foreign vocabularies: number of ids on each side
 
 
@@ -120,8 +120,8 @@ class Codec:
 
     def feature_ids(self, features: str) -> list[int]:
         """The ids of the text of a features column."""
-        names = split_features(features, self.feature_separator)
-        return [self._feature_ids.get(name, self.ids.unk) for name in names]
+        unk = self.ids.unk
+        return [self._feature_ids.get(name, unk) for name in split_features(features, self.feature_separator)]
 
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of target texts, each with the end token."""
@@ -135,7 +135,7 @@ class Codec:
         return self.target.decode(index for index in ids if index < self.target.size)
 
     def source_pieces(self, ids: Iterable[int]) -> list[str]:
-        """A printable string for each source id; for a feature, its name."""
+        """A printable string for each source id: a token or the name of a feature."""
         return [self._piece(self.source, index) for index in ids]
 
     def target_pieces(self, ids: Iterable[int]) -> list[str]:
@@ -184,7 +184,6 @@ class Codec:
 
     @classmethod
     def load(cls, directory: str | Path, config: TextConfig) -> Codec:
-        """Read what `save` wrote."""
         paths = [Path(directory) / name for name in ((SHARED,) if config.shared else (SOURCE, TARGET))]
         if config.ids is None:
             sides = [Tokenizer.load(path) for path in paths]
@@ -217,12 +216,12 @@ def strong_ranges() -> dict[Direction, list[int]]:
     return ranges
 
 
-MAX_DISTINCT = 10_000  # further unknown tokens are counted only in total
+MAX_DISTINCT = 10_000  # unknown tokens that are counted separately
 
 
 @dataclass
 class UnknownTokens:
-    """Counts unknown tokens line by line, and summarises them in one sentence."""
+    """Counts unknown tokens by line and summarises them in one sentence."""
 
     counts: Counter[str] = field(default_factory=Counter)
     total: int = 0

@@ -1,4 +1,4 @@
-"""Learns a tokenizer from training data: chooses a scheme for the text, and the amount of text to learn from."""
+"""Learning of tokenizers: the choice of a scheme, and of the amount of text to learn from."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from regard.recipe import Text
 from regard.text.codec import Codec
 from regard.text.tokenizer import LEARNED, Tokenizer, parse_scheme
 
-SAMPLE_TEXTS = 10_000  # drawn at random, since every n-th text could follow a pattern in the file
+SAMPLE_TEXTS = 10_000  # drawn at random, because every n-th text could follow a pattern in the file
 SAMPLE_CHARACTERS = 1_000  # of each text
 
 # (maximum number of lines, vocabulary size): few lines cannot train the embeddings of many tokens
 SIZES = ((1_000, 1_000), (5_000, 2_000), (20_000, 4_000), (200_000, 8_000), (2_000_000, 16_000))
 MAX_SIZE = 32_000
 
-# bpe and unigram learn from a sample of the text with about this many lines and characters at most
+# bpe and unigram learn from a sample with at most about this number of lines and characters
 MAX_LINES = 1_000_000
 MAX_CHARACTERS = 50_000_000
-# In a script without spaces every line is one long word for the learner, whose memory grows with the total length of
+# In a script without spaces, every line is one long word for the learner, whose memory grows with the total length of
 # the distinct words: 400 MB for these limits.
-MIN_UNSPACED_LENGTH = 20  # mean number of characters between spaces in such a script
+MIN_UNSPACED_LENGTH = 20  # mean number of characters between spaces above which a text counts as unspaced
 MAX_UNSPACED_CHARACTERS = {"bpe": 1_000_000, "unigram": 300_000}
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class BaseText(NamedTuple):
 
 
 class Sample:
-    """A uniform random sample of a stream of texts, or of rows of texts, each text shortened."""
+    """A uniform random sample of a stream of texts, or of rows of texts; each text is shortened."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, ...]] = []
@@ -74,8 +74,8 @@ class TokenizerChoice(NamedTuple):
 
 
 def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
-    """Choose a scheme for a text of `lines` lines: space for few or very short tokens, char or nfd for short lines or
-    lines without spaces over a small alphabet, bpe for all other text.
+    """Choose a scheme for a text of `lines` lines: space for few distinct or very short tokens, char or nfd for short
+    lines or lines without spaces over a small alphabet, bpe for all other texts.
     """
     lines = len(sample) if lines is None else lines
     tokens = Counter(token for text in sample for token in text.split(" ") if token)
@@ -107,7 +107,7 @@ def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
 
 
 def learned_lines(scheme: str, sample: Sequence[str], lines: int) -> int:
-    """The number of lines to learn from, of `lines` lines."""
+    """The number of lines to learn from, at most `lines`."""
     kind = parse_scheme(scheme).kind
     if kind not in LEARNED:
         return lines
@@ -127,10 +127,10 @@ def learn_tokenizer(
     mask: bool = False,
     line_ends: bool = False,
 ) -> tuple[Tokenizer, str]:
-    """Learn a tokenizer -> the tokenizer and a note on it; `texts` returns the texts of about N lines."""
+    """Learn a tokenizer -> the tokenizer and a note; `texts(n)` returns the texts of about n lines."""
     choice = choose(sample, lines) if request == "auto" else TokenizerChoice(request, "as requested")
     if line_ends and choice.scheme == "space":
-        choice = choice._replace(scheme="word")  # which keeps the white space between tokens
+        choice = choice._replace(scheme="word")  # keeps the white space between tokens
     tokenizer = Tokenizer.train(choice.scheme, texts(learned_lines(choice.scheme, sample, lines)), min_count, mask)
     return tokenizer, f"tokens: {choice.scheme}: {choice.reason}; {tokenizer.size:,} tokens"
 
@@ -144,7 +144,7 @@ def one_request(text: Text, noun: str) -> str:
     """The requested scheme of a single vocabulary; `noun` names it in the error."""
     schemes = sorted({request for request in _by_side(text).values() if request != "auto"}) or ["auto"]
     if len(schemes) > 1:
-        raise UserError(f"{noun} cannot be {' and '.join(schemes)}; ask for the same on both sides")
+        raise UserError(f"{noun} cannot be {' and '.join(schemes)}; set the same scheme for both sides")
     return schemes[0]
 
 

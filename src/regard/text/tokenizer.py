@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, by one of our schemes or with the tokenizer of an imported model."""
+"""Tokenizers: conversion between text and ids, by one of our schemes or by the tokenizer of an imported model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from regard.suggest import closest
 SIMPLE = ("char", "nfd", "space", "word", "byte")  # the text is split by a rule
 LEARNED = ("bpe", "unigram")  # a vocabulary of the requested size is learned
 ALLOWED = "char, nfd, space, word, byte, bpe:N, unigram:N (N tokens, for example bpe:8000) or auto"
-SMALLEST = 260  # four special tokens and 256 bytes
-LARGEST = 1_000_000
+MIN_VOCABULARY = 260  # four special tokens and 256 bytes
+MAX_VOCABULARY = 1_000_000
 
 IDS = SpecialIds()  # of learned vocabularies; imported ones may differ
 SPECIALS = tuple(f"< {name} >" for name in ("pad", "unk", "sos", "eos", "mask"))  # mask is optional
-UNLIMITED = 2**40  # tokens
+UNLIMITED = 2**40  # tokens in a vocabulary
 
 _INSIDE = r"\p{L}\p{M}\p{N}_\x{200C}\x{200D}"  # letters, marks, digits, joiners
 PATTERNS = {"char": r"[\s\S]", "nfd": r"[\s\S]", "word": rf" ?[{_INSIDE}]+| ?[^\s{_INSIDE}]|[\s\S]"}
 
-# By default the library starts threads at its first call; a process that is forked later would warn or hang.
+# By default, the library starts threads at its first call, and a process forked later would warn or hang.
 PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
 _SET_BY_USER = PARALLELISM_VARIABLE in os.environ
 os.environ.setdefault(PARALLELISM_VARIABLE, "false")
@@ -40,7 +40,7 @@ os.environ.setdefault(PARALLELISM_VARIABLE, "false")
 
 @contextmanager
 def threads() -> Iterator[None]:
-    """Let the library use all cores meanwhile, unless the user has set the environment variable."""
+    """Let the library use all cores inside the context, unless the user has set the environment variable."""
     if _SET_BY_USER:
         yield
         return
@@ -68,10 +68,10 @@ def parse_scheme(request: str, where: str = "tokens") -> Scheme:
     if kind in LEARNED:
         if not re.fullmatch(r"[0-9]{1,9}", number):
             raise UserError(f"{where}: {request!r} lacks its number of tokens; write it as {kind}:8000")
-        if not SMALLEST <= int(number) <= LARGEST:
+        if not MIN_VOCABULARY <= int(number) <= MAX_VOCABULARY:
             raise UserError(
-                f"{where}: {request!r} is out of range; N counts every token, among them the 256 bytes and 4 special "
-                f"tokens, and goes from {SMALLEST} to {LARGEST}"
+                f"{where}: {request!r} is out of range; N counts all tokens, including 256 bytes and 4 special tokens, "
+                f"and must be from {MIN_VOCABULARY} to {MAX_VOCABULARY}"
             )
         return Scheme(kind, int(number))
     near = closest(kind, ("auto", *SIMPLE, *LEARNED))
@@ -88,25 +88,25 @@ def pre_tokenizer(kind: str) -> Any:
 
 
 def split_simple(kind: str, text: str) -> Sequence[str]:
-    """The tokens of char, nfd and space, without the library: characters, or the words between spaces."""
+    """The tokens of char, nfd and space without the library: characters, or words between spaces."""
     if kind == "space":
         return [token for token in text.split(" ") if token]
     return unicodedata.normalize("NFD", text) if kind == "nfd" else text
 
 
 def byte_letters() -> list[str]:
-    """The letter for each of the 256 bytes in byte-level tokens: the character itself if it is visible."""
+    """The letter of each of the 256 bytes in byte-level tokens: a visible character stands for itself."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     invisible = [byte for byte in range(256) if byte not in visible]
     return [chr(byte if byte in visible else 256 + invisible.index(byte)) for byte in range(256)]
 
 
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which Python strings and JSON can contain
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which a Python string can contain
 BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
 def learn(scheme: Scheme, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Library:
-    """Learn a vocabulary from texts: special tokens first, then the others, most frequent first."""
+    """Learn a vocabulary from texts: special tokens, then text tokens, the most frequent first."""
     specials = SPECIALS if mask else SPECIALS[:-1]
     model: Any
     if scheme.kind == "byte":
@@ -132,7 +132,7 @@ def _number_tokens(specials: Sequence[str], tokens: Iterable[str]) -> dict[str, 
 
 
 def _count_tokens(kind: str, texts: Iterable[str], min_count: int) -> list[str]:
-    """The tokens of a simple scheme, most frequent first. The library counts words faster, a Counter all others."""
+    """The tokens of a simple scheme, most frequent first. The library is faster for words, a Counter for the others."""
     if kind == "word":
         learner = Library(models.WordLevel({}, unk_token=SPECIALS[IDS.unk]))
         learner.pre_tokenizer = pre_tokenizer(kind)
@@ -147,7 +147,7 @@ def _count_tokens(kind: str, texts: Iterable[str], min_count: int) -> list[str]:
 
 
 def _train_library(kind: str, texts: Iterable[str], trainer: Any, size: int) -> dict[str, Any]:
-    """Train the library's learner -> its model in the format of the tokenizer file."""
+    """Train a learner of the library -> its model in the format of the tokenizer file."""
     learner = Library(models.BPE() if kind == "bpe" else models.Unigram())
     learner.pre_tokenizer = pre_tokenizer(kind)
     alphabet = sorted(byte_letters())
@@ -157,9 +157,9 @@ def _train_library(kind: str, texts: Iterable[str], trainer: Any, size: int) -> 
 
 
 def _unigram(specials: Sequence[str], texts: Iterable[str], size: int) -> Any:
-    """Learn at most `size` pieces, every byte among them, reproducibly.
+    """Learn at most `size` pieces, including every byte, reproducibly.
 
-    The library gives bytes without a score one close to the lowest, in random order; here they get the lowest score.
+    The library gives missing bytes scores close to the lowest, in random order; here they get the lowest score.
     """
     state = _train_library("unigram", texts, trainers.UnigramTrainer, size)
     letters = byte_letters()
@@ -167,25 +167,25 @@ def _unigram(specials: Sequence[str], texts: Iterable[str], size: int) -> Any:
     floor = min(scores.values())
     steps = floor + len(letters) * 0.0001 + 0.00005
     single = [(-score if (score := scores.get(letter, floor)) > steps else -floor, letter) for letter in letters]
-    longer = sorted((-score, piece) for piece, score in scores.items() if len(piece) > 1)  # the best first
+    longer = sorted((-score, piece) for piece, score in scores.items() if len(piece) > 1)  # best first
     pieces = [(piece, -cost) for cost, piece in sorted((*longer[: size - len(letters)], *single))]
     return models.Unigram([*((name, 0.0) for name in specials), *pieces], unk_id=IDS.unk, byte_fallback=False)
 
 
 T = TypeVar("T")
-UNKNOWN = "⁇"  # U+2047, shown for an unknown token
-SHOWN = ("<pad>", UNKNOWN, "<sos>", "<eos>", "<mask>")
+UNKNOWN = "⁇"  # U+2047, the text of an unknown token
+SHOWN = ("<pad>", UNKNOWN, "<sos>", "<eos>", "<mask>")  # printable forms of the special tokens
 
-# Prefix of token names that never match text, since it consists of noncharacters: the special tokens, and in a file
-# the tokens of the other side of a shared vocabulary.
+# Prefix of tokens that must not match text (noncharacters): special tokens and, in a tokenizer file, the tokens of the
+# other side of a shared vocabulary.
 HIDDEN = "\U0010fffe\U0010ffff"
 BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # names of single bytes in some vocabularies
 
 
 class Tokenizer:
-    """Text <-> ids. `special` ids never occur in text; `ids` has the padding, unknown, start, end and mask tokens.
+    """Text <-> ids. `special` ids never occur in text; `ids` names the padding, unknown, start, end and mask tokens.
 
-    In learned vocabularies they are 0 to 3 (4 with a mask).
+    In learned vocabularies, these are 0 to 3, and 4 for the mask.
 
     char    code points; exact
     nfd     code points after canonical decomposition: letters, marks and jamo separately; exact for NFC text
@@ -203,9 +203,9 @@ class Tokenizer:
         self.size: int = library.get_vocab_size(with_added_tokens=True)
         tokens = [library.id_to_token(index) or "" for index in range(self.size)]
         self.ids = SpecialIds(mask=4) if tuple(tokens[: len(SPECIALS)]) == SPECIALS else IDS
-        first = len(SPECIALS) if self.ids.mask else len(SPECIALS) - 1  # id of a text token
+        first = len(SPECIALS) if self.ids.mask else len(SPECIALS) - 1  # id of the first text token
         if tuple(tokens[:first]) != SPECIALS[:first] or "" in tokens or library.get_added_tokens_decoder():
-            raise UserError("its tokens are not numbered as in a tokenizer of a run")
+            raise UserError("its ids are not those of a tokenizer of a run")
         self.special = frozenset(range(first))
         self.scheme: str = f"{self._kind}:{self.size}" if self._kind in ("bpe", "unigram") else self._kind
         self._tokens: list[str] = tokens
@@ -218,12 +218,13 @@ class Tokenizer:
 
     @classmethod
     def train(cls, scheme: str, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Tokenizer:
-        """Learn a tokenizer from a stream of texts. Little text may give bpe:N and unigram:N fewer than N tokens."""
+        """Learn a tokenizer from a stream of texts. From little text, bpe:N and unigram:N learn fewer than N tokens."""
         parsed = parse_scheme(scheme)
         if parsed.kind == "auto":
             raise ValueError("auto is resolved by regard.text.learn.choose, before training")
-        if parsed.size is not None and parsed.size < SMALLEST + mask:
-            raise UserError(f"tokens: {scheme!r} has no room for the mask and 256 bytes; use {SMALLEST + 1} or more")
+        if parsed.size is not None and parsed.size < MIN_VOCABULARY + mask:
+            least = MIN_VOCABULARY + 1
+            raise UserError(f"tokens: {scheme!r} has no room for the mask and 256 bytes; use {least} or more")
         with threads():
             return cls(learn(parsed, texts, min_count, mask))
 
@@ -231,12 +232,13 @@ class Tokenizer:
         """The ids of each text, without special tokens."""
         texts = list(texts)
         if self._kind in ("char", "nfd", "space"):  # much faster than the library, with equal results
-            ids, unk = self._ids, self.ids.unk
+            ids = self._ids
+            unk = self.ids.unk
             return [[ids.get(token, unk) for token in split_simple(self._kind, text)] for text in texts]
         return [self._numbers(encoding) for encoding in self._encodings(texts)]
 
     def _encodings(self, texts: list[str], fast: bool = True) -> list[Any]:
-        """Encode with the library; `fast` gives only ids."""
+        """Encode with the library; with `fast`, the encodings have only ids."""
         encode = self._library.encode_batch_fast if fast else self._library.encode_batch
         with library_errors("the tokenizer cannot split this text"):
             try:
@@ -258,7 +260,7 @@ class Tokenizer:
         if self._bytes is not None:
             return b"".join([self._bytes[index] for index in text_ids]).decode("utf-8", "replace")
         tokens = [UNKNOWN if index == unk else self._tokens[index] for index in text_ids]
-        if self._kind == "word":  # words include the space before them; an unknown word has lost it
+        if self._kind == "word":  # words include the space before them, except the text of unknown words
             tokens = [f" {token}" if text_ids[i] == unk and i else token for i, token in enumerate(tokens)]
         text = (" " if self._kind == "space" else "").join(tokens)
         return unicodedata.normalize("NFC", text) if self._kind == "nfd" else text
@@ -287,7 +289,7 @@ class Tokenizer:
         return [text[start:end] for index, (start, end) in spans if self._is_unknown(index)]
 
     def spellings(self) -> list[bytes]:
-        """The bytes of each token in a text, with the space before a word; no bytes for special tokens."""
+        """The bytes of each token in a text, with the space before a word; empty for special tokens."""
         return [b"" if index in self.special else self._spelling(index) for index in range(self.size)]
 
     def _spelling(self, index: int) -> bytes:
@@ -302,7 +304,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a saved tokenizer; the file cannot contain code."""
+        """Read a saved tokenizer; the format cannot contain code."""
         return _parsed(path, cls._of_text, "not a tokenizer of ours: ")
 
     @classmethod
@@ -316,8 +318,8 @@ class Tokenizer:
 class ForeignTokenizer(Tokenizer):
     """The tokenizer of an imported model, applied by the library.
 
-    Special tokens are not added to a text, and never matched in it; other tokens added to the vocabulary are matched.
-    `size` is the number of ids of the model; tokens with higher ids count as unknown.
+    Special tokens are not added to a text and never matched in it; other added tokens are matched. `size` is the number
+    of ids of the model; tokens with higher ids count as unknown.
     """
 
     def __init__(self, text: str, ids: SpecialIds, size: int | None = None) -> None:
@@ -337,7 +339,7 @@ class ForeignTokenizer(Tokenizer):
         self._library = Library.from_str(json.dumps(_hide(state, self.special)))
         self._library.encode_special_tokens = True
         self._decoder = self._library.decoder
-        decoder = state["decoder"] or {"decoders": []}  # of tokens to text; several steps, or one
+        decoder = state["decoder"] or {"decoders": []}  # has one step or several
         self._steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -354,7 +356,7 @@ class ForeignTokenizer(Tokenizer):
         return super()._clean(text.replace(HIDDEN, "\N{REPLACEMENT CHARACTER}"))
 
     def _numbers(self, encoding: Any) -> list[int]:
-        """The ids; an unknown token may be a token of the other side."""
+        """The ids; a token that is unknown on this side may be a token of the other side."""
         if not self._aside:
             return list(encoding.ids)
         pairs = zip(encoding.ids, encoding.tokens, strict=True)
@@ -401,12 +403,11 @@ class ForeignTokenizer(Tokenizer):
 
     @classmethod
     def read(cls, path: str | Path, ids: SpecialIds, size: int | None = None) -> ForeignTokenizer:
-        """Read a tokenizer file of the library; the file cannot contain code."""
+        """Read a tokenizer file of the library; the format cannot contain code."""
         return _parsed(path, lambda text: cls(text, ids, size))
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a tokenizer's file."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -439,7 +440,7 @@ def library_errors(what: str = "not a readable tokenizer") -> Iterator[None]:
 
 
 def checked_state(text: str) -> dict[str, Any]:
-    """Parse the library's format and check the ids: the library allocates tables up to the largest id."""
+    """Parse the format of the library and check the ids, because the library allocates tables up to the largest id."""
     state = json.loads(text)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise UserError("not a readable tokenizer: it has no table model")
@@ -455,7 +456,7 @@ def checked_state(text: str) -> dict[str, Any]:
 
 
 def require_ids(ids: Iterable[Any], count: int = 0) -> None:
-    """Refuse invalid ids, and too many of them."""
+    """Raise UserError for invalid ids, or for too many tokens."""
     wrong = next((index for index in ids if type(index) is not int or not 0 <= index < MAX_TOKENS), None)
     if wrong is not None:
         raise UserError(f"a token has the id {wrong!r:.40}; allowed are 0 to {MAX_TOKENS - 1}")
@@ -510,7 +511,7 @@ def _hide(state: dict[str, Any], special: frozenset[int]) -> dict[str, Any]:
         model["vocab"] = {hidden(token): index for token, index in vocab.items()}
     if model.get("unk_token") is not None:
         model["unk_token"] = hidden(model["unk_token"])
-    if "merges" in model:  # either form of the file: two strings, or one with a space between them
+    if "merges" in model:  # two formats: a pair of strings, or one string with a space between them
         pairs = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
         model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names]
     added = [{**token, "content": hidden(token["content"])} for token in state["added_tokens"]]

@@ -1,7 +1,7 @@
 """Checkpoints: everything needed to resume, one directory per saved step, written atomically and without pickle.
 
-A checkpoint is written before model.safetensors and before older ones are removed, so a kill at any moment is harmless:
-the best weights are in model.safetensors, or in the last checkpoint, from which a resumed run publishes them.
+A checkpoint is written before model.safetensors and before older checkpoints are removed, so a kill at any moment is
+harmless: model.safetensors has the best weights, or a resumed run publishes them from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ADAPTERS = "adapters.safetensors"
 PROGRESS = "progress.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp(\.old)?|\.tmp\w{6}")  # of regard.files and of the safetensors library
-_PREPARING = ("data.tmp", "data.tmp.old")  # temporary names of `prepare`
+_PREPARING = ("data.tmp", "data.tmp.old")  # temporary directories of `prepare`
 DAMAGED = "restore it from a copy, or begin a new run with the best weights of this one: --from RUN --out OTHER"
 Tensors = dict[str, Tensor]
 Parts = dict[str, Tensors]
@@ -91,8 +91,8 @@ class Progress(BaseModel):
     memory_failures: int = 0  # number of times memory ran out and a batch was split
     unfit: int = 0  # examples skipped because a batch of one does not fit into memory
     window: Window = Window()
-    validated: int = 0  # the step of the last validation
-    validated_at: float = 0.0  # time of the last validation, in seconds
+    validated: int = 0  # step of the last validation
+    validated_at: float = 0.0  # time of the last validation in seconds
     validation_seconds: float = 0.0
     validations_since_best: int = 0
     best: Best | None = None
@@ -102,7 +102,6 @@ class Progress(BaseModel):
 
 
 def write_parts(parts: Parts, directory: Path) -> None:
-    """Write each group of tensors to a file."""
     for name, tensors in parts.items():
         write_tensors(tensors, directory / f"{name}.safetensors")
 
@@ -135,7 +134,7 @@ class Checkpoints:
         return parse(Progress, data if isinstance(data, dict) else {}, str(path))
 
     def save(self, progress: Progress, parts: Parts, write: Callable[[Parts, Path], object] = write_parts) -> None:
-        """Save a step: `parts` are named groups of tensors. If it was saved before, only its progress is updated."""
+        """Save a step: `parts` are named groups of tensors. If the step is saved already, update only its progress."""
         path = self._directory(progress.step)
         if path.is_dir():
             with rewriting(path, PROGRESS):
@@ -155,7 +154,7 @@ class Checkpoints:
         return path if any(path.glob("shard-*.safetensors")) else None
 
     def tensors(self, step: int, part: str, optional: bool = False) -> Tensors:
-        """One group of tensors of a saved step; an `optional` one may be missing."""
+        """One group of tensors of a saved step; an `optional` group may be missing."""
         path = self._directory(step) / f"{part}.safetensors"
         return {} if optional and not path.is_file() else read_tensors(path)
 
@@ -164,7 +163,6 @@ class Checkpoints:
         require_unchanged(self._directory(step), DAMAGED, verify=True)
 
     def keep(self, step: int, weights: Tensors) -> None:
-        """Save weights for averaging."""
         with rewriting(self.path, self._kept(step).name):
             save_weights(weights, self._kept(step))
 
@@ -181,7 +179,7 @@ class Checkpoints:
             remove(path)
 
     def remove_temporary(self) -> None:
-        """Remove temporary files of interrupted writes."""
+        """Remove the temporary files of interrupted writes."""
         for name in _PREPARING:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for directory in (*filter(Path.is_dir, self.path.iterdir()), self.path, self.run):
@@ -221,7 +219,7 @@ class CheckpointManager:
         self.complete(progress)
 
     def _save_shards(self, progress: Progress) -> None:
-        """The first process creates the directory and renames it when all have written; all raise the first's error."""
+        """Save with all processes: the first makes the directory, renames it at the end, and sends its error to all."""
         parts = self._parts()
         group = self._group
         directory = None
@@ -237,16 +235,15 @@ class CheckpointManager:
                 self.files.save(progress, parts, write)
             except UserError as error:
                 problem = str(error)
-            if directory is None:  # the step was saved before, or the directory cannot be created
+            if directory is None:  # the step is saved already, or the directory cannot be made
                 group.broadcast(None)
         elif directory := group.broadcast(None):
-            with suppress(OSError):  # the first process gets and reports the same error
+            with suppress(OSError):  # the first process has the same error and reports it
                 save_shards(joined(parts), Path(directory))
         if problem := group.broadcast(problem):
             raise UserError(problem)
 
     def _parts(self) -> Parts:
-        """The tensors of a checkpoint, in named groups."""
         stepper = self._stepper
         parts = {"model": weights_of(self._model), "optimizer": optimizer_tensors(stepper.optimizer, self._model)}
         if stepper.ema is not None:
@@ -256,7 +253,7 @@ class CheckpointManager:
         return parts
 
     def complete(self, progress: Progress) -> None:
-        """Publish the best weights and remove old checkpoints; repeated if a kill may have prevented it."""
+        """Publish the best weights and remove old checkpoints; repeated on resume, because a kill may prevent it."""
         best = progress.best
         if best is not None and best.step == progress.step and not best.averaged:
             self.publish(self._stepper.weights)
@@ -270,7 +267,7 @@ class CheckpointManager:
             self.files.keep(step, weights)
 
     def publish(self, weights: Tensors) -> None:
-        """Write weights to model.safetensors with gates and adapters merged in; adapters also get their own file."""
+        """Merge gates and adapters into weights and write model.safetensors; adapters are also written separately."""
         if self._stepper.sharded:
             weights = whole_weights(weights, self._group.first)
         if not self._group.first:
@@ -286,7 +283,7 @@ class CheckpointManager:
             save_weights(weights, self.files.run / WEIGHTS)
 
     def restore(self, step: int) -> None:
-        """Load the checkpoint of a step after the first process has verified it."""
+        """Load a checkpoint after the first process has verified its files."""
         problem = None
         if self._group.first:
             try:
@@ -301,7 +298,8 @@ class CheckpointManager:
             raise UserError(f"{self.files.path}: the checkpoint does not fit: {error}; start a new run") from None
 
     def _load(self, step: int) -> None:
-        stepper, shards = self._stepper, self.files.shards(step)
+        stepper = self._stepper
+        shards = self.files.shards(step)
         if shards is not None:
             names = {name.removeprefix("optimizer/") for name in saved_names(shards)}
             prepare_moments(stepper.optimizer, self._model, names)
@@ -334,7 +332,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Set the state of the optimizer from `optimizer_tensors`; parameters that were never trained have no moments."""
+    """Set the state of the optimizer from `optimizer_tensors`; untrained parameters have no moments."""
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
         if not any(f"{name}:{moment}" in tensors for moment in MOMENTS):
@@ -345,7 +343,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer, model: nn.Module, names: Collection[str]) -> None:
-    """Give the optimizer zero moments for the parameters that have moments among these names."""
+    """Set the moments of the parameters with moments among these names to zero, and remove all others."""
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
         if f"{name}:step" in names:

@@ -1,6 +1,6 @@
-"""Data-parallel training: DDP (every process has all weights) and FSDP2 (every process has a shard of them).
+"""Data-parallel training: DDP (every process has all weights) and FSDP2 (every process has a shard of each weight).
 
-Both sum gradients over the processes: the loss is already divided by the tokens of all processes. The libraries for
+Both sum gradients over the processes, because the loss is divided by the tokens of all processes. The libraries for
 FSDP2 and its checkpoints take a second to import, so they are imported inside functions.
 """
 
@@ -42,11 +42,11 @@ def distribute(module: nn.Module, bf16: bool) -> DistributedDataParallel:
         init_sync=False,
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
-        # Besides allowing unused parameters, this keeps torch from rebuilding the buckets after the first step. With
-        # three or more processes rebuilt buckets change the rounding of the sums, and a resumed run would differ.
+        # In addition to allowing unused parameters, this keeps torch from rebuilding the buckets after the first step.
+        # With three or more processes, rebuilt buckets change the rounding of sums, so a resumed run would differ.
         find_unused_parameters=True,
     )
-    # A lambda, because torch compares annotations with types, and here annotations are strings.
+    # A lambda, because torch compares annotations with types, while the annotations of this module are strings.
     ddp.register_comm_hook(bf16, lambda bf16, bucket: _sum_bucket(bf16, bucket))
     return ddp
 
@@ -65,7 +65,7 @@ def _sum_bucket(bf16: bool, bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 class _WithUnusedParameter(nn.Module):
-    """DDP prints a warning if it looks for unused parameters and finds none, so this module has one."""
+    """A module with an unused parameter: DDP warns if it looks for unused parameters and finds none."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def shard(objective: Objective, group: ProcessGroup, *, bf16: bool, offload: boo
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
 
-    # The warning is about in-place changes of the outputs of layers; there are none.
+    # The warning is about in-place changes of the outputs of layers, which do not happen here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     policy = fsdp.MixedPrecisionPolicy()
     if bf16:
@@ -91,7 +91,7 @@ def shard(objective: Objective, group: ProcessGroup, *, bf16: bool, offload: boo
         "offload_policy": fsdp.CPUOffloadPolicy() if offload and group.device.type != "cpu" else fsdp.OffloadPolicy(),
     }
     for block in objective.modules():
-        # The backward pass of reversible layers uses their parts one by one, so they are gathered with the rest.
+        # The backward pass of reversible layers calls their parts separately, so their weights stay in the root unit.
         if isinstance(block, Block) and not isinstance(block, ReversibleBlock):
             # The inputs are in bfloat16 already; masks and positions must keep their types.
             fsdp.fully_shard(block, **settings, mp_policy=replace(policy, cast_forward_inputs=False))
@@ -101,14 +101,14 @@ def shard(objective: Objective, group: ProcessGroup, *, bf16: bool, offload: boo
     for module in objective.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
 
-# Sharded tensors are recognised by their methods: importing their class takes as long as a short training.
+# Sharded tensors are recognised by their methods, because importing their class takes as long as a short training.
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: all of it, unless it is sharded."""
+    """The part of a tensor that this process holds: its shard, or all of an unsharded tensor."""
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part
 
@@ -126,7 +126,7 @@ def whole_weights(weights: Mapping[str, Tensor], keep: bool = True) -> Tensors:
 
 
 class Blueprint:
-    """The structure of a model before its weights are sharded, for making full copies of it."""
+    """The structure of a model before sharding, from which full copies are built."""
 
     def __init__(self, model: Model) -> None:
         self._device = model.device
@@ -138,7 +138,7 @@ class Blueprint:
 
     @torch.no_grad()
     def build(self, weights: Mapping[str, Tensor]) -> Model:
-        """A model that is not sharded; if the weights are, all processes must call this."""
+        """An unsharded model with these weights; if the weights are sharded, all processes must call this."""
         model = allocate(copy.deepcopy(self._model), self._device)
         for name, x in weights_of(model).items():
             x.copy_(whole(weights[name]))
@@ -156,7 +156,7 @@ def save_shards(tensors: Tensors, path: Path) -> None:
 
 
 def load_shards(tensors: Tensors, path: Path) -> None:
-    """Fill tensors, sharded or not, from shards that any number of processes has saved; all must call this."""
+    """Load tensors, sharded or not, from the shards of any number of processes; all must call this."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -173,7 +173,7 @@ def saved_names(path: Path) -> set[str]:
 
 @contextmanager
 def _errors_as(kind: type[Exception]) -> Iterator[None]:
-    """Turn an error of the library into one of this kind, with the message of the first process that failed."""
+    """Turn an error of the library into this kind, with the message of the first process that failed."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -1,4 +1,4 @@
-"""The directory of a run that is trained: who may write to it, and whether it is new, resumed or finished."""
+"""The directory of a run in training: the lock of its writer, and whether the run is new, resumed or finished."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from regard import files
 from regard.config import Config, to_toml
 from regard.data.prepare import Prepared, is_prepared, open_prepared
 from regard.device import usable_precision
 from regard.errors import UserError
-from regard.files import MANIFEST, hold_lock, read_json, remove, replace_file, rewriting, update_manifest, write_json
 from regard.inspect.prune import restore_unpruned
 from regard.recipe import Recipe
 from regard.run import CONFIG, HEADS, RECIPE, WEIGHTS, Generation, RunConfig, read_config, require_saved, saved_recipe
@@ -26,20 +26,20 @@ from regard.training.plan import Budget
 from regard.training.report import Reporter
 from regard.training.summary import CURVE, MODEL_CARD
 
-# In the training directory:
+# Names in the training directory
 DATA = "data"
-UNCUT = "uncut"  # config and weights from before heads with closed gates were pruned
+UNCUT = "uncut"  # config and weights before the pruning of heads with closed gates
 FRESH = "fresh.json"  # names of weights that the base run does not have
 LOCK = "lock"
 LAUNCHERS = "launchers.json"  # the torchrun processes that began or resumed the run
 
 BUDGET = ("minutes", "steps", "epochs")
-CHANGEABLE = ("train.workers", "data.cache", *(f"train.{name}" for name in BUDGET))  # when a run is resumed
+CHANGEABLE = ("train.workers", "data.cache", *(f"train.{name}" for name in BUDGET))  # settings open to change on resume
 # The files of a run. Prepared data without them is not a run yet.
-FILES = (CONFIG, WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, CURVE, HEADS, MANIFEST, *TOKENIZERS)
-# In the training directory; `prepare` and checkpoints would replace or remove them.
+FILES = (CONFIG, WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, CURVE, HEADS, files.MANIFEST, *TOKENIZERS)
+# Patterns in the training directory that `prepare` and checkpoints would replace or remove
 STATE = (DATA, UNCUT, FRESH, "step-*", "weights-*.safetensors")
-WRITTEN_BEFORE_CONFIG = {RECIPE, MANIFEST, f"{TRAINING}/{DATA}", f"{TRAINING}/{FRESH}", *TOKENIZERS}
+WRITTEN_BEFORE_CONFIG = {RECIPE, files.MANIFEST, f"{TRAINING}/{DATA}", f"{TRAINING}/{FRESH}", *TOKENIZERS}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Setup:
     config: Config
     prepared: Prepared[Any]
     loader: DataLoader
-    fresh: tuple[str, ...]  # names of weights that the base run does not have; they are always trained
+    fresh: tuple[str, ...]  # names of the weights that the base run does not have; always trained
 
 
 class New(_Setup):
@@ -77,12 +77,12 @@ Setup = New | Resumed | Finished
 
 
 def write_run(new: New, generation: Generation, launchers: Collection[str]) -> None:
-    """Write everything about a new run that is known before training. config.json comes last and makes it a run."""
+    """Write the files of a new run that are known before training. config.json is written last and makes it a run."""
     path = new.path
     prepared = new.prepared
     remember_launchers(path, launchers)
-    if new.fresh:  # the base run may have been removed when this one is resumed
-        write_json(path / TRAINING / FRESH, new.fresh)
+    if new.fresh:  # the base run may be gone when this run is resumed
+        files.write_json(path / TRAINING / FRESH, new.fresh)
     try:
         prepared.codec.save(path)
     except OSError as error:
@@ -96,8 +96,8 @@ def write_run(new: New, generation: Generation, launchers: Collection[str]) -> N
         pixels=prepared.pixels,
         generation=generation,
     )
-    write_json(path / CONFIG, run.model_dump(mode="json"))
-    update_manifest(path, [CONFIG, RECIPE, *TOKENIZERS])
+    files.write_json(path / CONFIG, run.model_dump(mode="json"))
+    files.update_manifest(path, [CONFIG, RECIPE, *TOKENIZERS])
 
 
 def open_run(path: Path) -> Setup:
@@ -111,41 +111,40 @@ def _open(path: Path, recipe: Recipe, progress: Progress | None) -> Setup:
         return Finished(path, recipe, config, progress)
     prepared = open_prepared(path / TRAINING / DATA)
     fresh = path / TRAINING / FRESH
-    names = tuple(read_json(fresh)) if fresh.is_file() else ()
+    names = tuple(files.read_json(fresh)) if fresh.is_file() else ()
     parts = (path, recipe, config, prepared, make_loader(recipe, prepared, config), names)
     return New(*parts) if progress is None else Resumed(*parts, progress)
 
 
 def is_finished(progress: Progress, recipe: Recipe) -> bool:
-    """Whether a run ended and the budget of the recipe does not let it go on."""
+    """Whether a run has ended and the budget of the recipe leaves nothing to do."""
     done, _ = Budget.of(recipe.train).done(progress.step, progress.epoch, progress.seconds)
     return progress.finished == "patience" or (progress.finished is not None and done >= 1)
 
 
 def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Reporter, launched: int) -> Setup:
-    """Open an existing run to continue it with the requested budget and the number of processes that are `launched`."""
+    """Open an existing run to continue it with the requested budget and `launched` processes."""
     if not is_prepared(path / TRAINING / DATA):
         reason = f"its prepared data is missing ({TRAINING}/{DATA}); train it further with --from {path} --out NEW"
         raise UserError(f"{path}: cannot be resumed because {reason}")
     saved = saved_recipe(path)
     require_saved(path, (CONFIG, RECIPE, *TOKENIZERS))
     recipe = resumed_recipe(requested, saved, path)
-    before = saved.train.workers
+    old_workers = saved.train.workers
     workers = launched if launched > 1 else recipe.train.workers
-    if workers != before:
+    if workers != old_workers:
         if workers > 1 and read_config(path).model.has_memory:
             raise UserError("train.workers: a model with segment memory is trained by one process")
         effect = "the examples of a step stay the same, random numbers (dropout) do not"
-        reporter.say(f"processes: {workers}, {before} before; {effect}")
+        reporter.say(f"processes: {workers}, {old_workers} before; {effect}")
         recipe = recipe.with_train(workers=workers)
     progress = Checkpoints(path).progress()
     if progress is None or not is_finished(progress, recipe):
         restore_unpruned(path, path / TRAINING / UNCUT)
         if requested.train.precision != recipe.train.precision == "fp32":
             reporter.say("precision: fp32, as chosen when the run began")
-        # The run may come from another machine. It continues in its precision even if that is slow here.
-        usable = usable_precision(recipe.train.precision, device, reporter.say, slow=False)
-        recipe = recipe.with_train(precision=usable)
+        # The run may come from another machine. It keeps its precision even if that is slow on this machine.
+        recipe = recipe.with_train(precision=usable_precision(recipe.train.precision, device, reporter.say, slow=False))
     if recipe != saved:
         save_recipe(recipe, path)
     return _open(path, recipe, progress)
@@ -157,11 +156,8 @@ def claim_run(path: Path) -> Iterator[bool]:
     require_ours(path)
     missing = [directory for directory in (path / TRAINING, path, *path.parents) if not directory.exists()]
     try:
-        try:
-            (path / TRAINING).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{path}: cannot make this directory: {error.strerror or error}") from None
-        with hold_lock(path / TRAINING / LOCK, str(path)) as locked:
+        files.make_directory(path / TRAINING, str(path))
+        with files.hold_lock(path / TRAINING / LOCK, str(path)) as locked:
             if is_run(path) or stopped_in_setup(path):
                 Checkpoints(path).remove_temporary()
             yield locked
@@ -173,7 +169,7 @@ def claim_run(path: Path) -> Iterator[bool]:
 
 
 def is_run(run: Path) -> bool:
-    """Whether a directory has a run that was set up completely by training."""
+    """Whether a directory contains a run whose setup by training is complete."""
     return (run / CONFIG).is_file() and (run / RECIPE).is_file()
 
 
@@ -181,71 +177,70 @@ def require_ours(run: Path) -> None:
     """Refuse a directory where training would overwrite files that it did not write."""
     if run.exists() and not run.is_dir():
         raise UserError(f"{run}: is a file; --out takes a directory")
-    taken = _taken(run)
-    if is_run(run) or stopped_in_setup(run) or not taken:
+    names = _taken(run)
+    if is_run(run) or stopped_in_setup(run) or not names:
         return
     hint = "choose another --out"
     with suppress(UserError):
         read_config(run)
         hint = f"it is a run, but not one that can be resumed; train it further with --from {run} --out NEW"
-    raise UserError(f"{run}: has {', '.join(taken)}, which training would overwrite; {hint}")
+    raise UserError(f"{run}: has {', '.join(names)}, which training would overwrite; {hint}")
 
 
 def stopped_in_setup(run: Path) -> bool:
-    """Whether a training was stopped here between preparing its data and writing config.json."""
+    """Whether a training was stopped in this directory between preparing its data and writing config.json."""
     return is_prepared(run / TRAINING / DATA) and WRITTEN_BEFORE_CONFIG.issuperset(_taken(run))
 
 
 def _taken(run: Path) -> list[str]:
-    """The names in a directory that training writes to, without empty directories."""
-    taken = [name for name in FILES if (run / name).exists()]
+    """The existing files and directories of a run, without empty directories."""
+    names = [name for name in FILES if (run / name).exists()]
     for pattern in STATE:
         for path in sorted((run / TRAINING).glob(pattern)):
             if not path.is_dir() or any(path.iterdir()):
-                taken.append(str(path.relative_to(run)))
-    return taken
+                names.append(str(path.relative_to(run)))
+    return names
 
 
 def clear(run: Path, resume: bool) -> None:
-    """Remove what a training left that was stopped in its setup, except for its data; only `resume` allows more."""
+    """Remove the files of a training that was stopped in its setup, except its data; without `resume`, refuse."""
     if is_run(run):
         raise UserError(f"{run}: contains a run; continue it with --resume, or choose another --out")
     if not resume and stopped_in_setup(run) and len(_taken(run)) > 1:  # prepared data without other files is reused
         raise UserError(
             f"{run}: a training was stopped here before its first step; "
-            "begin it again by the same command with --resume, or choose another --out"
+            "repeat its command with --resume, or choose another --out"
         )
     for name in WRITTEN_BEFORE_CONFIG - {f"{TRAINING}/{DATA}"}:
-        remove(run / name)
+        files.remove(run / name)
 
 
 def begun_by(run: Path, launchers: Collection[str]) -> bool:
     """Whether one of these launchers began or resumed the run."""
     file = run / TRAINING / LAUNCHERS
-    known = read_json(file) if launchers and file.is_file() else None
-    return isinstance(known, list) and any(name in known for name in launchers)
+    recorded = files.read_json(file) if launchers and file.is_file() else None
+    return isinstance(recorded, list) and any(name in recorded for name in launchers)
 
 
 def remember_launchers(run: Path, launchers: Collection[str]) -> None:
-    """Record which launchers may resume the run automatically after its processes have died."""
+    """Record the launchers that may resume the run automatically after a failure."""
     if launchers:
-        write_json(run / TRAINING / LAUNCHERS, sorted(launchers))
+        files.write_json(run / TRAINING / LAUNCHERS, sorted(launchers))
     else:
-        remove(run / TRAINING / LAUNCHERS)
+        files.remove(run / TRAINING / LAUNCHERS)
 
 
 def save_recipe(recipe: Recipe, run: Path) -> None:
-    """Write the complete recipe."""
     text = to_toml(recipe.model_dump(mode="json"))
-    with rewriting(run, RECIPE):
-        replace_file(run / RECIPE, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    with files.rewriting(run, RECIPE):
+        files.replace_file(run / RECIPE, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def resumed_recipe(requested: Recipe, saved: Recipe, run: Path) -> Recipe:
     """The saved recipe with the requested budget and workers; all other settings must equal the saved ones."""
     now = _flat(requested.model_dump(mode="json", exclude_unset=True))
     then = _flat(saved.model_dump(mode="json"))
-    # bf16 is used only if the machine is good at it, which was decided when the run began
+    # bf16 may have been replaced by fp32 when the run began
     open_choices = [("train.workers", 0), ("train.precision", "bf16")]
     changed = []
     for key, value in now.items():
@@ -255,7 +250,7 @@ def resumed_recipe(requested: Recipe, saved: Recipe, run: Path) -> Recipe:
             changed.append(f"{key}: now {value!r}, then {'as in the preset' if of_preset else repr(then.get(key))}")
     if changed:
         rule = "cannot resume with a changed recipe (only minutes, steps, epochs and workers may change)"
-        lines = [f"{run}: {rule}", *changed, "leave these out, or start a new run with another --out"]
+        lines = [f"{run}: {rule}", *changed, "omit these settings, or start a new run with another --out"]
         raise UserError("\n  ".join(lines))
     changes = requested.train.model_dump(include=set(BUDGET))
     if all(value is None for value in changes.values()):

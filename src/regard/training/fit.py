@@ -61,8 +61,6 @@ class TrainingReport(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """The arguments of `fit`."""
-
     recipe: Recipe
     path: Path
     resume: bool
@@ -77,8 +75,8 @@ def fit(
     reporter: Reporter | None = None,
     memory: Mapping[str, InMemory] = NOTHING,
 ) -> TrainingReport:
-    """Train a recipe, or with `resume` the run in the directory; a signal saves and raises Stopped (128 + signal)."""
-    if not str(out):  # as a path it would be the current directory
+    """Train a recipe, or continue the run in `out` with `resume`; a signal saves and raises Stopped (128 + signal)."""
+    if not str(out):  # Path("") is the current directory
         raise UserError("--out: is empty; name the directory for the run")
     reporter = reporter or make_reporter()
     tune_allocator()
@@ -92,7 +90,7 @@ def fit(
 
 
 def _fit(order: _Order) -> TrainingReport:
-    """Train in this process, with others if a launcher has started them or the plan takes several."""
+    """Train in this process, and in others if a launcher has started them or the plan has several processes."""
     resumes = (order.resume or ranks.was_restarted()) and directory.is_run(order.path)
     train = (saved_recipe(order.path) if resumes else order.recipe).train
     with ExitStack() as stack:
@@ -116,7 +114,7 @@ def _fit(order: _Order) -> TrainingReport:
 
 
 def train_rank(channel: Channel, job: dict[str, Any]) -> None:
-    """The work of a rank above 0 that was started by rank 0."""
+    """The work of a rank that rank 0 has started."""
     tune_allocator()
     setup = directory.open_run(Path(job["run"]))
     assert not isinstance(setup, Finished)
@@ -127,14 +125,14 @@ def train_rank(channel: Channel, job: dict[str, Any]) -> None:
 
 
 def _set_up(order: _Order, launch: Launch, device: torch.device, stack: ExitStack) -> Setup:
-    """Claim the run directory until the stack is closed, and begin a run in it or continue the one that is there."""
+    """Claim the run directory until the stack is closed, and begin or continue the run in it."""
     recipe, path, resume, reporter, memory = order
     if launch.problem:
         reporter.say(f"warning: {launch.problem}")
     locked = stack.enter_context(directory.claim_run(path))
     if not locked:
         reporter.say(f"warning: the file system of {path} has no locks; make sure that no other training writes there")
-    # After a failure of its processes torchrun starts the same command again, without --resume.
+    # After a failure, torchrun starts its processes again with the same command, without --resume.
     resume = resume or (launch.restarted and directory.begun_by(path, launch.launchers))
     if not (resume and directory.is_run(path)):
         if resume:
@@ -171,7 +169,7 @@ def _begin(order: _Order, launch: Launch, device: torch.device) -> New:
 
 
 def _train(setup: New | Resumed, group: ProcessGroup, reporter: Reporter) -> TrainingReport:
-    """Train in this process; all processes of the group call this for the same run directory."""
+    """Train in this process; all processes of the group call this with the same run directory."""
     recipe = setup.recipe
     prepared = setup.prepared
     train = recipe.train
@@ -191,8 +189,10 @@ def _train(setup: New | Resumed, group: ProcessGroup, reporter: Reporter) -> Tra
         "workers": group.size,
     }
     batches = plural(len(setup.loader.batches(0)), "batch")
-    about = f"{device}, {plural(group.size, 'process')}; {batches} per epoch"
-    reporter.say(f"model: {train.start_from or recipe.preset}, {parameters:,} parameters; {about}")
+    hardware = f"{device}, {plural(group.size, 'process')}"
+    reporter.say(
+        f"model: {train.start_from or recipe.preset}, {parameters:,} parameters; {hardware}; {batches} per epoch"
+    )
     if trained:
         reporter.say(trained)
     for warning in unused_settings(model, train, group):
@@ -207,7 +207,7 @@ def _train(setup: New | Resumed, group: ProcessGroup, reporter: Reporter) -> Tra
 
 
 def unused_settings(model: Model, train: Train, group: ProcessGroup) -> list[str]:
-    """Memory settings that have no effect here, each with the reason."""
+    """Memory settings without effect, each with the reason."""
     fsdp = train.strategy == "fsdp"
     unused = []
     if fsdp and group.size == 1:
@@ -222,7 +222,7 @@ def unused_settings(model: Model, train: Train, group: ProcessGroup) -> list[str
 def _finish(
     report: TrainingReport, recipe: Recipe, prepared: Prepared[Any], validation: Validation, reporter: Reporter
 ) -> None:
-    """After training: the learning curve, the model card, pruning of closed head gates, alignment heads, warnings."""
+    """Write the model card and the learning curve, prune closed head gates, choose alignment heads, and warn."""
     path = report.path
     train = recipe.train
     reporter.close()
@@ -241,7 +241,7 @@ def _finish(
         reporter.say(prune_closed_gates(path, path / TRAINING / UNCUT))
     run = None
     if best is not None and TASKS[recipe.task].reads == "pairs":
-        # Alignments are taken from the heads that align best on the validation examples.
+        # Alignments are read from the heads that align the validation examples best.
         run = Run.load(path)
         save_heads(path, choose_heads(run, prepared.valid_examples))
     for problem in find_problems(path, recipe, prepared, best, run):

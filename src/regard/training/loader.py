@@ -25,13 +25,13 @@ BATCH_IMAGES = 64  # default batch size
 class StepBatches(NamedTuple):
     """The batches of one step: the share of this process, and the totals of all processes."""
 
-    shares: list[tuple[Batch, float]]  # weight 0: a process without examples must take part nevertheless
+    shares: list[tuple[Batch, float]]  # with weights; 0: a process without examples must still take part in collectives
     batches: int
     examples: int
     tokens: int  # target tokens
     all_tokens: int  # of both sides
-    begins_epoch: bool  # segment memory starts empty
-    locate: Callable[[int, int], str]  # the location in the data of (index of a share, row)
+    begins_epoch: bool  # whether segment memory starts empty
+    locate: Callable[[int, int], str]  # (index of a share, row) -> location in the data
 
 
 class DataLoader:
@@ -61,13 +61,13 @@ class DataLoader:
         return self._batches
 
     def step(self, epoch: int, batch: int, rank: int = 0, size: int = 1) -> StepBatches:
-        """The step that begins with a batch of an epoch, with the share of one of `size` processes."""
+        """The step whose first batch is number `batch` of an epoch, with the share of one of `size` processes."""
         indices = self.batches(epoch)[batch : batch + self._train.accumulate]
         global_batches = [self._make(epoch, batch + offset, rows) for offset, rows in enumerate(indices)]
         tokens = sum(each.tokens for each in global_batches)
         shares = []
         for each in global_batches:
-            # Rows are sorted by length, so taking every n-th of them divides the work evenly.
+            # Rows are sorted by length, so taking every n-th row divides the work evenly.
             has_rows = each.examples > rank
             part = slice(rank, None, size) if has_rows else slice(0, 1)
             shares.append((each.part(part, tokens), float(has_rows)))
@@ -82,7 +82,9 @@ class DataLoader:
 
 def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config) -> DataLoader:
     """Pairs, or texts with labels, in batches of similar length."""
-    train, corpus, source = recipe.train, prepared.train, sources(recipe)[0]
+    train = recipe.train
+    corpus = prepared.train
+    source = sources(recipe)[0]
     lengths = corpus.source_lengths, corpus.target_lengths
     shares = proportions(corpus.corpora, recipe.data.weights, recipe.data.temperature)
 
@@ -105,7 +107,9 @@ def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config) ->
 
 def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config) -> DataLoader:
     """Images in random order, `batch_examples` at a time."""
-    train, images, pixels = recipe.train, prepared.train, prepared.pixels
+    train = recipe.train
+    images = prepared.train
+    pixels = prepared.pixels
     assert pixels is not None
 
     def make(epoch: int, batch: int, rows: Indices) -> GlobalBatch:
@@ -121,10 +125,12 @@ def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config) -> 
 
 
 def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config) -> DataLoader:
-    """Windows of plain text in random order, with another offset in each epoch; in lanes for segment memory."""
-    train, lanes = recipe.train, config.has_memory
+    """Windows of plain text in random order with a new offset in each epoch; in lanes for segment memory."""
+    train = recipe.train
+    lanes = config.has_memory
     objective = TEXT_OBJECTIVES[recipe.task](prepared.train, prepared.codec, config, train)
-    windows, rows = objective.windows, rows_of(train)
+    windows = objective.windows
+    rows = rows_of(train)
 
     def sizes(starts: Indices) -> list[int]:
         """The number of windows that begin in each corpus."""
@@ -160,7 +166,6 @@ def chunks(indices: Indices, size: int) -> list[Indices]:
 
 
 def make_loader(recipe: Recipe, prepared: Prepared[Any], config: Config) -> DataLoader:
-    """The data loader for the task of a recipe."""
     reads = TASKS[recipe.task].reads
     if reads == "text":
         return text_loader(recipe, prepared, config)

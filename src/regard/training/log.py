@@ -1,4 +1,4 @@
-"""The log of a run, and other places it is sent to: TensorBoard, MLflow and Weights & Biases, all optional."""
+"""The log of a run, and sinks that receive its events: TensorBoard, MLflow and Weights & Biases, all optional."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENSORBOARD = "tensorboard"  # subdirectory of the run
 
 
 class Log:
-    """The log of a run: one JSON object per line. Whatever follows `position` in an existing file is removed."""
+    """The log of a run: one JSON object per line. An existing file is truncated to `position` bytes."""
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self.path = path
@@ -66,20 +66,20 @@ class Log:
 
 
 def read_log(path: Path) -> list[Event]:
-    """The events of a run, without an incomplete last line."""
+    """The events in a log, without an incomplete last line."""
     events = map(json.loads, path.read_bytes().split(b"\n")[:-1])
     return [event for event in events if isinstance(event, dict)]
 
 
 class Sink(Reporter, ABC):
-    """Sends every event of the log to a library, from its first line on, also if the run began without the sink.
+    """Sends all events of the log to a library, including those from before a run was resumed with the sink.
 
     `start` begins a run of the library, `facts` and `numbers` record events, `finish` closes the run.
     """
 
     name: str
     package: str
-    command: str  # to install it
+    command: str  # to install the package
     module: str
 
     def __init__(self, run: Path) -> None:
@@ -93,7 +93,8 @@ class Sink(Reporter, ABC):
             self._write(event)
             return
         self.start(importlib.import_module(self.module))
-        self._open, self._step = True, 0
+        self._open = True
+        self._step = 0
         for each in read_log(self.run / LOG):  # includes this event
             self._write(each)
 
@@ -106,7 +107,7 @@ class Sink(Reporter, ABC):
         if event["event"] == "start":
             self.facts({key: value for key, value in event.items() if key != "event"})
             return
-        self._step = event.get("step", self._step)  # the average of checkpoints belongs to the last step
+        self._step = event.get("step", self._step)  # the event of averaged checkpoints has no step
         if numbers := numbers_of(event):
             self.numbers(numbers, self._step)
 
@@ -124,7 +125,7 @@ class Sink(Reporter, ABC):
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """The numbers of an event, with names like train/loss."""
+    """The numbers of an event by name, such as train/loss."""
     return {
         f"{event['event']}/{key}": value
         for key, value in event.items()
@@ -137,10 +138,10 @@ class TensorBoard(Sink):
 
     name = package = "tensorboard"
     command = install("log")
-    module = "torch.utils.tensorboard"  # which needs the package
+    module = "torch.utils.tensorboard"  # needs the package
 
     def start(self, library: Any) -> None:
-        # An interrupted run may have written more than its checkpoint has.
+        # An interrupted run may have written events after its last checkpoint.
         shutil.rmtree(self.run / TENSORBOARD, ignore_errors=True)
         self._writer = library.SummaryWriter(str(self.run / TENSORBOARD))
 
@@ -198,7 +199,7 @@ SINKS: Mapping[str, type[Sink]] = MappingProxyType({sink.name: sink for sink in 
 
 
 class Reporters(Reporter):
-    """A display and several sinks. A sink that fails is dropped, and training continues."""
+    """A display and sinks. A failing sink is removed, and training continues."""
 
     def __init__(self, display: Reporter, sinks: Sequence[Sink]) -> None:
         self._display = display
@@ -226,13 +227,13 @@ class Reporters(Reporter):
     def _attempt(self, sink: Sink, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # of a library, a server or the network; training matters more
+        except Exception as error:  # errors of libraries, servers and the network must not stop training
             self._sinks.remove(sink)
             self.say(f"warning: --log {sink.name}: stopped sending after an error: {type(error).__name__}: {error}")
 
 
 def with_sinks(display: Reporter, names: Sequence[str], run: Path) -> Reporter:
-    """A display with the sinks of these names for a run."""
+    """A display with the sinks of a run that have these names."""
     for name in names:
         if name not in SINKS:
             raise one_of("--log", name, SINKS)

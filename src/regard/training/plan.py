@@ -1,4 +1,4 @@
-"""The plan of a run: each setting that is left open is decided once, to fit the data and the budget, and printed."""
+"""The plan of a run: each open setting is decided once, to fit the data and the budget, and printed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STACKS = {
 
 
 def check_model(recipe: Recipe, base: RunConfig | None) -> None:
-    """Report mistakes in the model settings before the data is read; one preset of the task must accept them."""
+    """Report mistakes in the model settings before the data is read; some preset of the task must accept them."""
     names = TASKS[recipe.task].presets if base is None and recipe.preset == "auto" else (recipe.preset,)
     for name in reversed(names):
         try:
@@ -52,7 +52,7 @@ def check_model(recipe: Recipe, base: RunConfig | None) -> None:
 
 
 def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any] | None) -> Config:
-    """The model of a recipe: its preset or the model of the base run, adjusted to the data if that is known."""
+    """The model of a recipe: its preset or the model of the base run, adjusted to the data if it is prepared."""
     changes = recipe.model
     start = None if base is None else base.model
     needs = _needs(recipe, start, prepared)
@@ -66,7 +66,7 @@ def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any]
     else:
         table = PRESETS.get(recipe.preset) or preset(recipe.preset).model_dump()  # raises, with a suggestion
         _check_stacks(table, changes, recipe)
-        sizes = {"source_vocab": 8000, "target_vocab": 8000}  # placeholders
+        sizes = {"source_vocab": 8000, "target_vocab": 8000}  # replaced when the data is prepared
         if prepared is not None:
             sizes = {side: needs.pop(side, getattr(prepared.codec, side)) for side in sizes}
         config = preset(recipe.preset, **sizes, changes=merge(needs, changes))
@@ -100,11 +100,11 @@ def _needs(recipe: Recipe, start: Config | None, prepared: Prepared[Any] | None)
     if prepared is None:
         return needs
     codec = prepared.codec
-    if start is None and task.seq2seq and not codec.one_vocabulary:  # a recipe may still request it
+    if start is None and task.seq2seq and not codec.one_vocabulary:  # a default that the recipe may override
         needs["share_embeddings"] = False
     if start is None:
         needs |= {"ids": codec.ids.model_dump(), "frame": codec.frame}
-        if task.start != "sos":  # the default; some presets have another
+        if task.start != "sos":  # otherwise the preset decides
             needs["start"] = task.start
         if task.reads == "labelled":
             needs["pooler"] = True
@@ -122,14 +122,14 @@ def _needs(recipe: Recipe, start: Config | None, prepared: Prepared[Any] | None)
 
 
 def patch_size(height: int, width: int) -> int:
-    """The smallest side of square patches, from 2, that gives at most MAX_PATCHES per image."""
+    """The smallest side of square patches, at least 2, that gives at most MAX_PATCHES per image."""
     sides = [side for side in range(2, min(height, width) + 1) if height % side == width % side == 0]
     few = [side for side in sides if (height // side) * (width // side) <= MAX_PATCHES]
     return few[0] if few else sides[-1] if sides else 1
 
 
 def _lengths(recipe: Recipe, prepared: Prepared[Any]) -> dict[str, int]:
-    """The length of the longest input of each stack."""
+    """The longest input of each stack, in tokens."""
     reads = TASKS[recipe.task].reads
     if reads == "text":
         return dict.fromkeys(("encoder", "decoder"), context_of(recipe.train))
@@ -176,53 +176,53 @@ def _check_fit(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> None:
         patches = config.image_patches
         shape = (patches.channels, patches.height, patches.width)
         if shape != prepared.train.shape:
-            known = f"the model is for images of (channels, height, width) {shape}"
-            raise UserError(f"model.patches: {known}, the file has {prepared.train.shape}")
+            expected = f"the model is for images of (channels, height, width) {shape}"
+            raise UserError(f"model.patches: {expected}, the file has {prepared.train.shape}")
 
 
 DEFAULT_MINUTES = 10.0
 
-# Minimum number of training tokens, source and target, for each preset of the task `pairs`.
+# Minimum number of training tokens, source and target, for each preset of the task `pairs`
 TOKENS_NEEDED = (0, 50_000, 400_000, 2_000_000)
-# A preset is taken if the budget allows either of these.
+# A preset is chosen if the budget allows this many epochs or steps.
 ENOUGH_EPOCHS = 8
 ENOUGH_STEPS = 20_000
-# Below these numbers of steps and of examples seen (at most one epoch) a warning is printed.
+# A warning is printed for fewer steps, or for fewer examples unless they are an epoch.
 FEW_STEPS = 200
 FEW_EXAMPLES = 100_000
 
-# Batch sizes. For pairs, the smaller batch of the first two.
+# Batch sizes. For pairs, the smaller of the first two batches.
 BATCH_EXAMPLES = 64
 BATCH_TOKENS = 1536
-TEXT_TOKENS = 1536  # plain text, all tokens are predicted
-MASKED_TEXT_TOKENS = 4096  # plain text, some tokens are predicted
-MANY_STEPS = 8_000  # with more, batches are enlarged
+TEXT_TOKENS = 1536  # plain text whose tokens are all predicted
+MASKED_TEXT_TOKENS = 4096  # plain text, of which a part is predicted
+MANY_STEPS = 8_000  # batches are enlarged if there is time for more
 MAX_ENLARGEMENT = 4
 
-WARMUP_SHARE = 1 / 8
-MAX_WARMUP = 4_000
-RATE = 0.021  # times width^-0.5
-TUNING_RATE = 3e-4  # for a trained model without adapters
+WARMUP_SHARE = 1 / 8  # of the steps
+MAX_WARMUP = 4_000  # steps
+RATE = 0.021  # learning rate times the square root of the width
+TUNING_RATE = 3e-4  # learning rate for a trained model without adapters
 EMA_SHARE = 0.2  # window of the moving average, as a share of the steps
 MAX_EMA = 0.9995
 
-# To measure the time of a step.
+# Measurement of the time of a step
 TRIAL_STEPS = 6
 TRIAL_SECONDS = 4.0
 TRAINING_SHARE = 0.75  # of the time; the rest is validation and waiting for other processes
 MIN_MINUTES_BF16 = 1.0  # testing bf16 takes some seconds
 
-# Below these, starting several processes takes longer than they save.
+# With less work, starting several processes takes longer than it saves.
 MIN_EXAMPLES = 1_000
 MIN_STEPS = 200
 MIN_MINUTES = 0.5
-# Of a batch, per process; either is enough.
+# Minimum size of the batch of a process; one of the two limits is enough.
 MIN_ROWS = 8
 MIN_TOKENS = 256
 
 
 class Budget(NamedTuple):
-    """Limits of a run; it ends when the first one is reached."""
+    """The limits of a run, which ends when the first one is reached."""
 
     seconds: float | None
     steps: int | None
@@ -230,13 +230,13 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, train: Train) -> Budget:
-        """The budget of a recipe; with none, ten minutes."""
-        none = train.minutes is None and train.steps is None and train.epochs is None
-        minutes = DEFAULT_MINUTES if none else train.minutes
+        """The budget of a recipe; ten minutes if it has no limit."""
+        unlimited = train.minutes is None and train.steps is None and train.epochs is None
+        minutes = DEFAULT_MINUTES if unlimited else train.minutes
         return cls(None if minutes is None else 60 * minutes, train.steps, train.epochs)
 
     def done(self, step: int, epochs: float, seconds: float) -> tuple[float, str]:
-        """The share of the budget that is used up (0 to 1), and the name of the limit it belongs to."""
+        """The used share of the budget (0 to 1), and the name of the limit with the largest share."""
         budgets = (step, self.steps, "steps"), (epochs, self.epochs, "epochs"), (seconds, self.seconds, "minutes")
         parts = [(used / budget if budget else 0.0, name) for used, budget, name in budgets]
         part, name = max(parts, key=lambda item: item[0])
@@ -288,8 +288,8 @@ class Plan(NamedTuple):
     config: Config
     loader: DataLoader
     reason: str  # for the number of processes
-    steps: int  # expected
-    seconds: float | None  # per step; measured if there is a time budget
+    steps: int  # expected number
+    seconds: float | None  # per step; measured if the budget limits the time
 
     @property
     def epochs(self) -> float:
@@ -304,8 +304,8 @@ def plan_run(
     launched: int,
     reporter: Reporter,
 ) -> Plan:
-    """Fill in the open settings: of the presets, the largest with enough data and time. `launched` counts processes."""
-    given = recipe.train
+    """Fill in the open settings; the preset is the largest with enough data and time. `launched` counts processes."""
+    request = recipe.train
     recipe = complete_recipe(recipe, prepared, device, reporter)
     names = [recipe.preset]
     if recipe.preset == "auto" and base is None:
@@ -320,11 +320,11 @@ def plan_run(
         if isinstance(data, Corpus):
             amount = f"{data.size:,} training examples of {data.tokens:,} tokens"
         reporter.say(f"preset: {plan.recipe.preset}, for {amount}")
-    if not given.workers:
+    if not request.workers:
         reporter.say(f"processes: {plan.recipe.train.workers}, {plan.reason}")
-    plan = _enlarge_batch(plan, given, prepared)
-    plan = plan._replace(recipe=plan.recipe.with_train(**planned_rates(given, plan)))
-    for line in describe_plan(plan, given):
+    plan = _enlarge_batch(plan, request, prepared)
+    plan = plan._replace(recipe=plan.recipe.with_train(**planned_rates(request, plan)))
+    for line in describe_plan(plan, request):
         reporter.say(line)
     return plan
 
@@ -381,46 +381,44 @@ def measure_step(recipe: Recipe, config: Config, loader: DataLoader, device: tor
     return statistics.mean(seconds[1:])  # without the first, which allocates memory
 
 
-def _enlarge_batch(plan: Plan, given: Train, prepared: Prepared[Any]) -> Plan:
-    """If there is time for very many steps, take larger batches: exacter gradients, faster matrix products."""
+def _enlarge_batch(plan: Plan, request: Train, prepared: Prepared[Any]) -> Plan:
+    """Enlarge batches if there is time for many steps: gradients are more exact and matrix products faster."""
     factor = min(MAX_ENLARGEMENT, plan.steps // MANY_STEPS)
     train = plan.recipe.train
     key = "batch_examples" if train.batch_examples else "batch_tokens"
-    chosen = not {"batch_tokens", "batch_examples"} & given.model_fields_set
-    if factor < 2 or not chosen or plan.seconds is None:
+    if factor < 2 or {"batch_tokens", "batch_examples"} & request.model_fields_set or plan.seconds is None:
         return plan
     recipe = plan.recipe.with_train(**{key: factor * getattr(train, key)})
     loader = make_loader(recipe, prepared, plan.config)
     return plan._replace(recipe=recipe, loader=loader, steps=plan.steps // factor, seconds=plan.seconds * factor)
 
 
-def planned_rates(given: Train, plan: Plan) -> Table:
+def planned_rates(request: Train, plan: Plan) -> Table:
     """Learning rate, warm-up and moving average for the expected number of steps, unless the recipe sets them."""
     train = plan.recipe.train
     changes: Table = {}
-    if "warmup" not in given.model_fields_set:
+    if "warmup" not in request.model_fields_set:
         changes["warmup"] = max(1, min(MAX_WARMUP, round(WARMUP_SHARE * plan.steps)))
-    if "lr" not in given.model_fields_set:
+    if "lr" not in request.model_fields_set:
         width = plan.config.top.width
         tunes = train.start_from is not None and not train.lora
         rate = TUNING_RATE if tunes else float(f"{RATE * width**-0.5:.2g}")
         changes["lr"] = 1.0 if train.schedule == "noam" else rate
-    if "ema" not in given.model_fields_set and not train.l0 and plan.steps >= FEW_STEPS:
+    if "ema" not in request.model_fields_set and not train.l0 and plan.steps >= FEW_STEPS:
         changes["ema"] = min(MAX_EMA, round(1 - 1 / (EMA_SHARE * plan.steps), 5))
     return changes
 
 
-def describe_plan(plan: Plan, given: Train) -> list[str]:
-    """The plan in words, with warnings about a budget that is too small and a warm-up that is too long."""
+def describe_plan(plan: Plan, request: Train) -> list[str]:
+    """The plan as lines of text, with warnings about a budget that is too small and a warm-up that is too long."""
     train = plan.recipe.train
     about = "" if plan.seconds is None else "about "
     batch = plural(train.batch_examples, "example") if train.batch_examples else plural(train.batch_tokens, "token")
     epochs = plural(plan.epochs, "epoch", ".2g" if plan.epochs < 10 else ",.0f")
     steps = f"{about}{plural(plan.steps, 'step')}"
     ema = f", moving average {train.ema:g}" if train.ema else ""
-    rates = f"learning rate {train.lr:g}, warm-up {train.warmup}{ema}"
-    lines = [f"plan: {steps} of {batch}, {epochs}; {rates}"]
-    if train.warmup >= plan.steps / 2 and "warmup" in given.model_fields_set:
+    lines = [f"plan: {steps} of {batch}, {epochs}; learning rate {train.lr:g}, warm-up {train.warmup}{ema}"]
+    if train.warmup >= plan.steps / 2 and "warmup" in request.model_fields_set:
         effect = "the learning rate hardly reaches its peak; without this setting the warm-up is planned"
         lines.append(f"warning: train.warmup is {train.warmup:,} of {steps}, so {effect}")
     examples = plan.loader.examples
@@ -431,7 +429,7 @@ def describe_plan(plan: Plan, given: Train) -> list[str]:
 
 
 def _enough(train: Train, plan: Plan, factor: float) -> str:
-    """A sufficient budget, in the unit of the limit that is reached first."""
+    """A sufficient budget in the unit of the limit that is reached first, as the end of a message."""
     for noun, limit, planned in (("step", train.steps, plan.steps), ("epoch", train.epochs, plan.epochs)):
         if limit is not None and planned >= limit:
             return f": {plural(limit, noun)}; use at least {plural(math.ceil(limit * factor), noun)}"
@@ -442,7 +440,7 @@ def _enough(train: Train, plan: Plan, factor: float) -> str:
 def complete_processes(
     recipe: Recipe, loader: DataLoader, config: Config, device: torch.device, launched: int
 ) -> tuple[Recipe, str]:
-    """Decide the number of processes -> the recipe with it, and the reason."""
+    """Decide the number of processes -> the recipe with this number, and the reason."""
     train = recipe.train
     if launched > 1:
         workers, reason = launched, "started by the launcher"

@@ -58,12 +58,12 @@ DISTILLATION = 0.7  # weight of the divergence from the teacher in the objective
 EMA = 0.995
 SMOOTHING = 0.1
 EVALUATIONS = 10  # during tuning
-GATE_COST = 0.1  # of all heads together, in loss per token
-GATE_LR = 0.1  # high, because gates change much in a short training
+GATE_COST = 0.1  # penalty on all heads together, in loss per token
+GATE_LR = 0.1  # high, because gates must change much in a short training
 CURVE_POINTS = 12
 SPEED_ROUNDS = 9
 REPORT = "prune.json"
-# Batch size of tuning.
+# Batch size of tuning
 TUNE_TOKENS = 4096
 TUNE_EXAMPLES = 64
 
@@ -97,7 +97,7 @@ def label_logits(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
 def run_steps(
     stepper: Stepper, batches: Iterable[Batch], steps: int, after_step: Callable[[int], None] = lambda step: None
 ) -> list[float]:
-    """Train on one batch per step, split if memory runs out -> the loss per token of each step. Ends in eval mode."""
+    """Train on one batch per step -> the loss per token of each step. The model is in eval mode at the end."""
     losses = []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for step, batch in zip(range(1, steps + 1), batches, strict=False):
@@ -121,11 +121,10 @@ def tune(
     teacher: Model | None = None,
     judge: Callable[[], float] | None = None,
     lr: float = LR,
-    seed: int = 1,
 ) -> list[float]:
-    """Train a model, with a teacher by distillation -> losses. The best moving average by `judge` (lowest) is kept."""
+    """Train a model, with a teacher by distillation -> losses. The moving average with the lowest `judge` is kept."""
     warmup = max(1, steps // 10)
-    train = Train(lr=lr, schedule="cosine", warmup=warmup, label_smoothing=SMOOTHING, ema=EMA, seed=seed)
+    train = Train(lr=lr, schedule="cosine", warmup=warmup, label_smoothing=SMOOTHING, ema=EMA)
     objective = None if teacher is None else Distillation(model, SMOOTHING, teacher)
     stepper = Stepper(model, train, ProcessGroup(device=model.device), objective)
     best = stepper.weights
@@ -149,24 +148,22 @@ def tune(
 
 
 def learn_gates(
-    model: Model, batches: Sequence[Batch], steps: int, *, cost: float = GATE_COST, lr: float = LR, seed: int = 1
+    model: Model, batches: Sequence[Batch], steps: int, *, cost: float = GATE_COST, lr: float = LR
 ) -> dict[HeadKey, float]:
-    """Train a model with head gates, which together cost `cost` per token -> the log-odds of every head; gates go."""
+    """Train a model with temporary head gates under an L0 penalty of `cost` -> the log-odds of every head."""
     add_gates(model)
     gates = head_gates(model)
-    train = Train(
-        lr=lr, schedule="constant", warmup=1, beta2=0.999, eps=1e-8, label_smoothing=SMOOTHING, l0=cost, seed=seed
-    )
+    train = Train(lr=lr, schedule="constant", warmup=1, beta2=0.999, eps=1e-8, label_smoothing=SMOOTHING, l0=cost)
     stepper = Stepper(model, train, ProcessGroup(device=model.device))
     stepper.optimizer.param_groups[-1]["lr_factor"] = GATE_LR / lr  # the last group has the gates
-    run_steps(stepper, shuffled(batches, seed), steps)
+    run_steps(stepper, shuffled(batches), steps)
     remove_gates(model)
     return {(name, head): float(x) for name, gate in gates.items() for head, x in enumerate(gate.odds.detach())}
 
 
-def shuffled(batches: Sequence[Batch], seed: int) -> Iterator[Batch]:
+def shuffled(batches: Sequence[Batch]) -> Iterator[Batch]:
     """Repeat the batches forever, each time in another order."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(1)
     while True:
         yield from (batches[index] for index in random.permutation(len(batches)))
 
@@ -174,7 +171,7 @@ def shuffled(batches: Sequence[Batch], seed: int) -> Iterator[Batch]:
 def shuffled_data(run: Run, data: TaskData) -> Iterator[Batch]:
     """Repeat the data forever, each time in another order; pairs are also batched differently."""
     if isinstance(data, str | LabelledImages) or not run.task.seq2seq:
-        yield from shuffled(task_batches(run, data, TUNE_TOKENS // 2), seed=1)
+        yield from shuffled(task_batches(run, data, TUNE_TOKENS // 2))
         return
     pairs = encode_pairs(run, data)
     lengths = [np.array([len(pair[side]) for pair in pairs]) for side in (0, 1)]
@@ -201,13 +198,13 @@ class PruneReport:
     before: Snapshot
     pruned: Snapshot  # before tuning
     after: Snapshot  # after tuning, if any
-    removed: dict[str, list[int]]  # numbers of the heads by attention
-    curve: list[tuple[int, float]]  # heads ablated, loss per token
+    removed: dict[str, list[int]]  # numbers of the removed heads by attention
+    curve: list[tuple[int, float]]  # (number of ablated heads, loss per token)
     tuned_steps: int
 
 
 class Tuning(NamedTuple):
-    """How long and how fast to train: the pruned model and, before pruning, head gates."""
+    """Steps and learning rate of the training after pruning and, before pruning, of head gates."""
 
     steps: int
     lr: float = LR
@@ -228,10 +225,10 @@ def prune(
     judge_on: int = 256,
     notify: Callable[[str], None] = lambda message: None,
 ) -> tuple[Run, PruneReport]:
-    """Remove heads from a run -> the smaller run (not saved yet), and the report.
+    """Remove heads from a run -> the smaller run, which is not saved, and the report.
 
-    Head importance is measured on `judge_on` examples of the data, tuning uses all of it, and the report is measured on
-    the held-out data. With `by="gates"`, a copy of the model is first trained with gates.
+    Head importance is measured on `judge_on` examples of the data, tuning uses all examples, and the report is measured
+    on the held-out data. With `by="gates"`, a copy of the model is first trained with gates.
     """
     require_prunable(run.model)
     if all(attention.heads < 2 for attention in run.model.attentions().values()):
@@ -274,13 +271,13 @@ def prune(
 
 
 def quality_curve(model: Model, batches: Sequence[Batch], order: Sequence[HeadKey]) -> list[tuple[int, float]]:
-    """The loss per token as more and more heads are ablated."""
+    """The loss per token for growing numbers of ablated heads."""
     sizes = sorted({round(i * len(order) / CURVE_POINTS) for i in range(CURVE_POINTS + 1)})
     return [(size, mean_loss(model, batches, group_heads(order[:size]))) for size in sizes]
 
 
 def take_snapshot(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapshot:
-    """Measure a run on data; `batches` are made of this data."""
+    """Measure a run on data, of which `batches` are made."""
     loss = mean_loss(run.model, batches)
     if run.task.seq2seq:
         assert not isinstance(data, str | LabelledImages)
@@ -295,18 +292,19 @@ def take_snapshot(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapsho
 
 
 def decoding_work(run: Run, data: TaskData, batches: Sequence[Batch]) -> tuple[Callable[[], object], int]:
-    """A function that decodes some examples (without a decoder: a forward pass), and their number."""
+    """A function that decodes a few examples (without a decoder: a forward pass), and the number of examples."""
     if run.task.seq2seq:
         assert not isinstance(data, str | LabelledImages)
-        engine, some = TorchEngine(run, Options()), list(data[:64])
-        return lambda: engine(some), len(some)
+        engine = TorchEngine(run, Options())
+        examples = list(data[:64])
+        return lambda: engine(examples), len(examples)
     first = batches[0].to(run.model.device)
     return lambda: Objective(run.model)(first), len(first.label_BT)
 
 
 @torch.no_grad()
 def fair_rates(works: Sequence[Callable[[], object]], items: int, device: torch.device) -> list[float]:
-    """Median items per second of functions called in turns, so that other load affects all of them alike."""
+    """Median items per second of functions that are called in turns, so that other load affects all equally."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     for work in works:
         work()  # the first call is slower
@@ -324,15 +322,16 @@ def fair_rates(works: Sequence[Callable[[], object]], items: int, device: torch.
 
 def _judge(run: Run, data: TaskData, batches: Sequence[Batch], notify: Callable[[str], None]) -> Callable[[], float]:
     """A function that measures the first metric or the loss of a run during tuning; lower is better."""
-    metric, some = "loss", sample(data, 1000)
+    metric = "loss"
+    examples = sample(data, 1000)
     if not isinstance(data, str | LabelledImages) and run.task.seq2seq:
         metric = default_metrics(run, [example.target or "" for example in data])[0]
 
     def judge() -> float:
-        if isinstance(some, str | LabelledImages) or metric == "loss":
+        if isinstance(examples, str | LabelledImages) or metric == "loss":
             value = mean_loss(run.model, batches)
         else:
-            value = evaluate(run, some, Options(), [metric], samples=0).metrics[metric].score
+            value = evaluate(run, examples, Options(), [metric], samples=0).metrics[metric].score
         notify(f"  {metric} {value:.4g}")
         return value if metric in LOWER_IS_BETTER else -value
 
@@ -340,7 +339,7 @@ def _judge(run: Run, data: TaskData, batches: Sequence[Batch], notify: Callable[
 
 
 def sample(data: TaskData, size: int) -> TaskData:
-    """Up to `size` pairs or images, evenly spread, or the beginning of a text."""
+    """At most `size` pairs or images at equal distances, or the beginning of a text."""
     if isinstance(data, str):
         return data[: size * WINDOW]
     rows = range(_size(data))
@@ -348,7 +347,7 @@ def sample(data: TaskData, size: int) -> TaskData:
 
 
 def split_data(data: TaskData, every: int = 10, most: int = 1000) -> tuple[TaskData, TaskData]:
-    """Split into training and held-out data without common sources; of a text, the end is held out."""
+    """Split into training and held-out data without common sources; the end of a text is held out."""
     if isinstance(data, str):
         end = len(data) - min(most * WINDOW, len(data) // every)
         return data[:end], data[end:]
@@ -369,7 +368,7 @@ def _take(data: Sequence[Example] | LabelledImages, rows: Sequence[int]) -> Task
 
 
 def save_pruned(smaller: Run, report: PruneReport, path: str | Path, original: Path) -> None:
-    """Write the smaller run with its report; remaining alignment heads get new indices."""
+    """Save the smaller run with its report and the new indices of the remaining alignment heads."""
     path = Path(path)
     smaller.save(path)
     write_json(path / REPORT, asdict(report))

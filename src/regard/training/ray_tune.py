@@ -1,4 +1,4 @@
-"""Sweeps on Ray Tune: runs are trials, several at a time on this machine or a cluster."""
+"""Sweeps on Ray Tune: runs are trials, which run concurrently on this machine or a cluster."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from regard.training.report import Lines, Reporter
 from regard.training.sweep import Point, Sweep, check_sweep, open_sweep, train_point, was_on_ray
 from regard.training.trainer import Signals, Stopped
 
-OFF = "off"  # instead of the address of a cluster
-MESSAGES = ".txt"  # suffix of the file with the messages of a run
+OFF = "off"  # in place of the address of a cluster: train without Ray
+MESSAGES_SUFFIX = ".txt"  # of the file with the messages of a run
 SINK_VARIABLES = ("MLFLOW_", "WANDB_")  # prefixes of environment variables that configure sinks
 
 
 def choose_cluster(points: Sequence[Point], requested: str | None, out: str | Path) -> str | None:
-    """The address of the cluster, or None to train here; by default a sweep continues where it began."""
+    """The address of the cluster, or None to train without Ray; by default, a sweep continues where it began."""
     if requested is not None:
         return None if requested == OFF else requested
     began_on_ray = was_on_ray(out)
@@ -41,13 +41,13 @@ def choose_cluster(points: Sequence[Point], requested: str | None, out: str | Pa
 
 
 def _room(recipes: Sequence[Recipe]) -> int:
-    """The number of runs that this machine can train at a time, each with its own processors and GPUs."""
+    """The number of runs that this machine can train concurrently, each with its own processors and GPUs."""
     cpus, gpus = _resources(recipes)
     devices = {recipe.train.device for recipe in recipes}
     if devices == {"cuda"}:
         return min(cores() // cpus, torch.cuda.device_count() // gpus)
     on_cpu = devices == {"cpu"} or (devices <= {"auto", "cpu"} and choose_device("auto").type == "cpu")
-    return cores() // cpus if on_cpu else 1  # all runs would use the same GPU
+    return cores() // cpus if on_cpu else 1  # otherwise all runs would use the same GPU
 
 
 def _is_installed() -> bool:
@@ -62,24 +62,24 @@ def _is_installed() -> bool:
 def run_on_ray(
     points: Sequence[Point], out: str | Path, resume: bool, display: Reporter, address: str, log: Sequence[str] = ()
 ) -> Sweep:
-    """Train the points as trials of Ray Tune. Failures are written to the table and do not stop the sweep.
+    """Train the points as trials of Ray Tune. Failures are recorded in the table and do not stop the sweep.
 
-    Data and directory must have the same paths on all machines of the cluster. `log` names the sinks of the events. A
-    signal kills the runs, which can be resumed from their last checkpoints, and raises Stopped.
+    Data and directory must have the same paths on all machines of the cluster. `log` names sinks. A signal kills the
+    runs, which can be resumed from their last checkpoints, and raises Stopped.
     """
     check_sweep(out, resume)  # before a cluster is started
     cpus, gpus = _resources([point.recipe for point in points])
     with connected(address) as ray:
-        if address == "local":  # in a cluster Ray Tune waits for more machines to join
+        if address == "local":  # a cluster may get more machines later, which Ray Tune waits for
             _require_room(ray.cluster_resources(), cpus, gpus)
         try:
-            from ray import tune  # noqa: F401  Ray may be installed without the packages that Ray Tune needs
+            from ray import tune  # noqa: F401  Ray may be installed without the dependencies of Ray Tune
         except ImportError as error:
             raise missing_extra("--ray: a sweep", error.name or "Ray Tune", "ray") from None
         sweep, points = open_sweep(points, out, resume, on_ray=True)
         how = f"as many at a time as fit, each with {plural(cpus, 'process')} (--ray {OFF}: one after the other)"
-        where = f"their messages are in {sweep.path}/*{MESSAGES}"
-        display.say(f"Ray Tune trains {plural(len(points), 'run')}, {how}; {where}")
+        messages = f"their messages are in {sweep.path}/*{MESSAGES_SUFFIX}"
+        display.say(f"Ray Tune trains {plural(len(points), 'run')}, {how}; {messages}")
         try:
             _take_results(sweep, _train(sweep, points, resume, (cpus, gpus), log))
         except (SystemExit, KeyboardInterrupt):  # a signal
@@ -89,7 +89,7 @@ def run_on_ray(
 
 
 def _resources(recipes: Sequence[Recipe]) -> tuple[int, int]:
-    """The processors and GPUs reserved for each run: as many as the largest run needs."""
+    """The numbers of processors and GPUs that the largest run needs, which are reserved for every run."""
     processes = [recipe.train.workers or 1 for recipe in recipes]
     on_gpu = [recipe.train.device.startswith("cuda") for recipe in recipes]
     return max(processes), max(count * gpu for count, gpu in zip(processes, on_gpu, strict=True))
@@ -98,11 +98,11 @@ def _resources(recipes: Sequence[Recipe]) -> tuple[int, int]:
 def _train(
     sweep: Sweep, points: Sequence[Point], resume: bool, resources: tuple[int, int], log: Sequence[str]
 ) -> list[Any]:
-    """Train the points, as many at a time as fit into the cluster -> the results of Ray Tune."""
+    """Train the points, as many concurrently as fit into the cluster -> the results of Ray Tune."""
     from ray import tune
 
     path = sweep.path.resolve()
-    here = Path.cwd()
+    directory = Path.cwd()
     recipes = [point.recipe.with_train(workers=point.recipe.train.workers or 1) for point in points]
     names = [point.name for point in points]
     variables = {name: value for name, value in os.environ.items() if name.startswith(SINK_VARIABLES)}
@@ -111,18 +111,19 @@ def _train(
     def trial(config: dict[str, Any]) -> None:
         from ray import tune
 
-        recipe, name = recipes[config["index"]], names[config["index"]]
+        recipe = recipes[config["index"]]
+        name = names[config["index"]]
         with suppress(OSError):  # the directory may not exist on another machine
-            os.chdir(here)  # Ray Tune changes the directory of each trial; paths may be relative
+            os.chdir(directory)  # Ray Tune changes the directory of a trial, but the recipe may have relative paths
         os.environ.update(variables)
         torch.set_num_threads(1)
-        with (path / f"{name}{MESSAGES}").open("a", encoding="utf-8") as stream:
+        with (path / f"{name}{MESSAGES_SUFFIX}").open("a", encoding="utf-8") as stream:
             reporter = with_sinks(Lines(stream), log, path / name)
             tune.report({"row": json.dumps(train_point(recipe, path / name, resume, reporter))})
 
-    # The records of Ray are not needed afterwards. Ray may still write to them until it is shut down.
+    # The records of Ray are temporary. Ray may still write to them until it is shut down.
     with TemporaryDirectory(ignore_cleanup_errors=True) as storage, Signals().caught() as signals:
-        os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # all signals have our handler
+        os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # our handler receives all signals
         os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise Ray prints to stdout, even with verbose=0
         trainable = tune.with_resources(trial, dict(zip(("cpu", "gpu"), resources, strict=True)))
         space = {"index": tune.grid_search(list(range(len(points))))}
@@ -147,7 +148,7 @@ def _require_room(resources: Mapping[str, float], cpus: int, gpus: int) -> None:
 
 
 def _table_callback(sweep: Sweep, running: set[int]) -> Any:
-    """A callback of Ray Tune that writes the row of each finished trial and tracks the indices of running ones."""
+    """A callback of Ray Tune that writes the rows of finished trials and tracks the indices of running trials."""
     from ray import tune
 
     class TableCallback(tune.Callback):
@@ -162,17 +163,17 @@ def _table_callback(sweep: Sweep, running: set[int]) -> Any:
 
         def _end(self, trial: Any, **changes: Any) -> None:
             running.discard(trial.config["index"])
-            with suppress(UserError):  # for example a full disk; all rows are written again at the end
+            with suppress(UserError):  # for example, a full disk; all rows are written again at the end
                 sweep.update(trial.config["index"], **changes)
 
     return TableCallback()
 
 
 def _take_results(sweep: Sweep, results: Sequence[Any]) -> None:
-    """Write the rows of all trials. A trial with neither a row nor an error was stopped, and so was the sweep."""
+    """Write the rows of all trials. A trial with neither a row nor an error was stopped; then raise Stopped."""
     for result in results:
         index = (result.config or {}).get("index")
-        if index is None:  # it ended before it began
+        if index is None:  # the trial never started
             continue
         if (row := (result.metrics or {}).get("row")) is not None:
             sweep.update(index, **json.loads(row))

@@ -17,11 +17,10 @@ from regard.errors import plural
 if TYPE_CHECKING:
     from rich.live import Live as ProgressBar
 
-CLOCK_FIELDS = ("seconds", "tokens_per_second", "examples_per_second")
-REFRESH = 0.25  # seconds between two updates of the live display
-BAR = 20  # characters of the progress bar
-FIRST_LINE = 2.0  # seconds until the first progress line without a display
-LINE_EVERY = 30.0  # seconds between two progress lines
+REFRESH_SECONDS = 0.25  # between two updates of the live display
+BAR_WIDTH = 20  # characters
+FIRST_LINE_SECONDS = 2.0  # until the first progress line of `Lines`
+LINE_SECONDS = 30.0  # between two progress lines
 _NOT_SCORES = frozenset({"event", "step", "epoch", "best", "seconds", "checkpoints"})
 _PERCENT = frozenset({"accuracy", "wer", "per", "bleu", "chrf"})
 Event = dict[str, Any]
@@ -40,14 +39,14 @@ class Reporter:
         """Report the loss of a step (per predicted token) and the number of its tokens; called before `tick`."""
 
     def tick(self, step: int, done: float, seconds: float) -> None:
-        """Report a step after which the share `done` (0 to 1) of the budget is used up. This is called often."""
+        """Report a step and the used share of the budget (0 to 1). This is called often."""
 
     def close(self) -> None:
         """End the display."""
 
 
 class Display(Reporter):
-    """Writes to a stream, by default stderr, and measures the mean loss and speed of the last steps."""
+    """Writes to a stream, by default stderr, and measures the mean loss and the speed of recent steps."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -61,8 +60,8 @@ class Display(Reporter):
         self._tokens += tokens
 
     def _clock(self, step: int, seconds: float) -> None:
-        """Add the time of the run so far; the speed is measured over about the last ten seconds."""
-        if self._since is None:  # in a resumed run, the beginning of its first step is not known
+        """Update the speed, which is measured over about the last ten seconds; `seconds` is the time of the run."""
+        if self._since is None:  # the start of the first step of a resumed run is unknown
             self._since = (0.0, 0) if step == 1 else (seconds, self._tokens)
         began, before = self._since
         if seconds <= began or self._tokens <= before:
@@ -72,14 +71,14 @@ class Display(Reporter):
             self._since = (began + seconds) / 2, (before + self._tokens) // 2
 
     def _parts(self, step: int, done: float, seconds: float) -> list[str]:
-        """The line about a step, as far as its numbers are known."""
+        """The parts of a progress line, without unknown numbers."""
         loss = "" if self._loss is None else f"loss {self._loss:.3f}"
         rate = "" if self._rate is None else f"{self._rate:,.0f} tokens/s"
         return list(filter(None, [f"step {step:,}", loss, rate, _left(done, seconds)]))
 
 
 class Lines(Display):
-    """Prints plain lines, for example to a file: logged events, and progress if they are far apart."""
+    """Prints plain lines, for example to a file: logged events, and progress in long times without events."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__(stream)
@@ -94,7 +93,7 @@ class Lines(Display):
     def event(self, event: Event) -> None:
         left = _left(self._done, self._seconds)
         self.say(describe_event(event) + (f" · {left}" if left and event["event"] == "train" else ""))
-        self._next = self._seconds + LINE_EVERY
+        self._next = self._seconds + LINE_SECONDS
         if event["event"] == "valid":
             self._since = None
 
@@ -103,10 +102,10 @@ class Lines(Display):
         self._seconds = seconds
         self._clock(step, seconds)
         if self._next is None:
-            self._next = FIRST_LINE + (0.0 if step == 1 else seconds)
+            self._next = FIRST_LINE_SECONDS + (0.0 if step == 1 else seconds)
         if seconds >= self._next:
             self.say(" · ".join(self._parts(step, done, seconds)))
-            self._next = seconds + LINE_EVERY
+            self._next = seconds + LINE_SECONDS
 
 
 class Live(Display):
@@ -142,7 +141,7 @@ class Live(Display):
 
     def tick(self, step: int, done: float, seconds: float) -> None:
         now = time.monotonic()
-        if now - self._updated < REFRESH:
+        if now - self._updated < REFRESH_SECONDS:
             return
         self._updated = now
         self._clock(step, seconds)
@@ -161,8 +160,8 @@ class Live(Display):
         for part in filter(None, [*self._parts(step, done, seconds), self._best]):
             longer = f"{shown} · {part}" if shown else part
             shown = longer if len(longer) <= room else shown
-        bar = min(BAR, room - len(shown) - 1)
-        if bar < BAR // 2:
+        bar = min(BAR_WIDTH, room - len(shown) - 1)
+        if bar < BAR_WIDTH // 2:
             return self._text(shown, no_wrap=True)
         full = min(bar, round(done * bar))
         return self._text.assemble(("━" * full, "green"), ("━" * (bar - full), "dim"), f" {shown}", no_wrap=True)
@@ -176,7 +175,7 @@ class Live(Display):
 
 @contextmanager
 def _surviving(stream: TextIO) -> Iterator[None]:
-    """Ignore errors of the stream; if the terminal or pipe is closed, write to the null device from now on."""
+    """Ignore errors of the stream; once the terminal or pipe is closed, write to the null device."""
     try:
         yield
     except OSError as error:
@@ -192,8 +191,8 @@ def make_reporter(stream: TextIO | None = None) -> Reporter:
 
 
 def describe_event(event: Event) -> str:
-    """An event as a line."""
-    kind, step = event["event"], event.get("step", 0)
+    kind = event["event"]
+    step = event.get("step", 0)
     if kind == "train":
         return (
             f"step {step:,} · epoch {event['epoch']:.2f} · loss {event['loss']:.4f} · lr {event['lr']:.2e} · "
@@ -226,7 +225,6 @@ def _scores(event: dict[str, Any]) -> list[str]:
 
 
 def format_score(name: str, value: float | None) -> str:
-    """A score with its name."""
     if value is None:
         return f"{name} not a number"
     return f"{name} {value:.2f}" if name in _PERCENT else f"{name} {value:.4f}"
@@ -237,7 +235,7 @@ def _left(done: float, seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration in words."""
+    """A duration in at most two units: 45 s, 12 min 05 s, 3 h 40 min."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, seconds = divmod(round(seconds), 60)

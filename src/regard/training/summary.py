@@ -1,4 +1,4 @@
-"""After training: the model card (README.md), warnings about a poor result, and the learning curve."""
+"""Results of training: the model card (README.md), warnings about a poor result, and the learning curve."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def write_model_card(
     notes: list[str],
     signatures: Mapping[str, str],
 ) -> None:
-    """Write the model card; `examples` has the numbers for training and validation. Directories are left out."""
+    """Write the model card; `examples` counts training and validation examples. Files are named without directories."""
     data = recipe.data
     train = recipe.train
     task = TASKS[recipe.task]
@@ -139,20 +139,20 @@ def _score_table(progress: Progress, recipe: Recipe, signatures: Mapping[str, st
     for name, value in scores.items():
         meaning = meanings.get(name, "") + (f", `{signatures[name]}`" if name in signatures else "")
         rows.append(f"| {name} | {value:.4g} | {meaning} |")
-    which = f"the mean of {plural(best.averaged, 'checkpoint')}" if best.averaged else f"step {best.step:,}"
+    origin = f"the mean of {plural(best.averaged, 'checkpoint')}" if best.averaged else f"step {best.step:,}"
     order = "lowest" if metric in LOWER_IS_BETTER else "highest"
     search = ""
     if TASKS[recipe.task].reads == "pairs" and metric != "loss":
         search = f"; outputs by {'greedy search' if beam == 1 else f'beam search ({beam})'}"
-    return [*rows, "", f"The weights are those of {which}, chosen by the {order} {metric}{search}."]
+    return [*rows, "", f"The weights are those of {origin}, chosen by the {order} {metric}{search}."]
 
 
-LAST_PART = 0.25  # share of the run
-FAST = 0.1  # improvement of the metric in the last part, as a share of its value
+LAST_PART = 0.25  # share of the run in which an improvement counts as recent
+MIN_IMPROVEMENT = 0.1  # of the metric in the last part, as a share of its value
 CHANCE_MARGIN = 2.0  # percent by which a classifier must beat the most frequent label
 MAX_DECODED = 100  # examples
-UNIGRAM_MARGIN = 0.05  # share by which the loss of a language model must be below that of token frequencies
-# The sample of a text in which tokens are counted.
+UNIGRAM_MARGIN = 0.05  # share by which the loss of a language model must be below the loss of a unigram model
+# The sample of a text in which tokens are counted
 SAMPLE_WINDOWS = 64
 SAMPLE_WINDOW_TOKENS = 1 << 14
 
@@ -160,15 +160,15 @@ SAMPLE_WINDOW_TOKENS = 1 << 14
 def find_problems(
     path: Path, recipe: Recipe, prepared: Prepared[Any], best: Best | None, run: Run | None
 ) -> Iterator[str]:
-    """Warnings about a poor result; `run` has the saved weights of a model of pairs."""
+    """Yield warnings about a poor result; `run` is the saved run if the task is pairs."""
     task = TASKS[recipe.task]
     problems = [still_improving(read_log(path / LOG), recipe.train)]
     if run is not None:
         examples = prepared.valid_examples
-        some = list(examples[:: max(1, len(examples) // MAX_DECODED)])[:MAX_DECODED]
+        sample = list(examples[:: max(1, len(examples) // MAX_DECODED)])[:MAX_DECODED]
         options = Options(max_length=2 * prepared.valid.target_lengths.longest)
-        outputs = [best for best, *_ in generate(run, some, options)]
-        problems.append(degenerate(outputs, [example.target or "" for example in some]))
+        outputs = [best for best, *_ in generate(run, sample, options)]
+        problems.append(degenerate(outputs, [example.target or "" for example in sample]))
     if best is not None and task.labels:
         labels = [example.target for example in prepared.valid_examples] or prepared.valid.labels.tolist()
         problems.append(at_chance(best.scores["accuracy"], labels))
@@ -184,17 +184,19 @@ def still_improving(events: Sequence[dict[str, Any]], train: Train) -> str | Non
     if len(values) < 2:
         return None
     last_step, last = values[-1]
-    before = [value for step, value in values if step <= (1 - LAST_PART) * last_step]
+    earlier_values = [value for step, value in values if step <= (1 - LAST_PART) * last_step]
     lower = name in LOWER_IS_BETTER
-    if not before or last != (min if lower else max)(value for _, value in values):
+    if not earlier_values or last != (min if lower else max)(value for _, value in values):
         return None
-    earlier = before[-1]
+    earlier = earlier_values[-1]
     change = (earlier - last) / earlier if lower and earlier else (last - earlier) / last if last else 0.0
-    if change < FAST:
+    if change < MIN_IMPROVEMENT:
         return None
     key = next((key for key in ("minutes", "steps", "epochs") if getattr(train, key) is not None), "minutes")
-    how = f"{earlier:.4g} to {last:.4g} in the last quarter"
-    return f"{name} was still improving fast ({how}); continue with --resume --{key} {2 * getattr(train, key):g}"
+    change_text = f"{earlier:.4g} to {last:.4g} in the last quarter"
+    return (
+        f"{name} was still improving fast ({change_text}); continue with --resume --{key} {2 * getattr(train, key):g}"
+    )
 
 
 def degenerate(outputs: Sequence[Hypothesis], references: Sequence[str]) -> str | None:
@@ -204,17 +206,16 @@ def degenerate(outputs: Sequence[Hypothesis], references: Sequence[str]) -> str 
         return None
     flagged = sum(any(flag in output.flags for flag in (*DEGENERATE, "max_length")) for output in outputs)
     if flagged > MANY_DEGENERATE * total:
-        what = f"{flagged} of {total} outputs repeat tokens or do not end"
-        return f"{what}: the model has not learned the task; give it more time or data"
+        problem = f"{flagged} of {total} outputs repeat tokens or do not end"
+        return f"{problem}: the model has not learned the task; give it more time or data"
     text, same = Counter(output.text for output in outputs).most_common(1)[0]
-    expected = Counter(references)
-    if same > max(2, MANY_DEGENERATE * total) and same > 3 * max(expected.values()):
+    if same > max(2, MANY_DEGENERATE * total) and same > 3 * max(Counter(references).values()):
         return f"{same} of {total} outputs are {text[:40]!r}: the model ignores its input; give it more time or data"
     return None
 
 
 def at_chance(accuracy: float, labels: Sequence[Any]) -> str | None:
-    """A warning if a classifier is hardly better than always answering the most frequent label."""
+    """A warning if a classifier is not clearly better than the constant answer of the most frequent label."""
     label, times = Counter(labels).most_common(1)[0]
     share = 100 * times / len(labels)
     if accuracy > share + CHANCE_MARGIN or len(set(labels)) == 1:
@@ -224,17 +225,18 @@ def at_chance(accuracy: float, labels: Sequence[Any]) -> str | None:
 
 
 def no_better_than_frequencies(loss: float, train: Stream, valid: Stream) -> str | None:
-    """A warning if a model of plain text is hardly better than a unigram model of the training text."""
-    seen, new = _some_tokens(train), _some_tokens(valid)
-    counts = np.bincount(seen, minlength=int(new.max()) + 1) + 1  # so that no token has probability zero
-    frequencies = float(-np.log(counts[new] / counts.sum()).mean())
-    if loss < max((1 - UNIGRAM_MARGIN) * frequencies, UNIGRAM_MARGIN):  # both are zero if a text repeats one token
+    """A warning if a model of plain text is not clearly better than a unigram model of the training text."""
+    valid_tokens = _sample_tokens(valid)
+    smoothing = 1  # no token has probability zero
+    counts = np.bincount(_sample_tokens(train), minlength=int(valid_tokens.max()) + 1) + smoothing
+    unigram_loss = float(-np.log(counts[valid_tokens] / counts.sum()).mean())
+    if loss < max((1 - UNIGRAM_MARGIN) * unigram_loss, UNIGRAM_MARGIN):  # both are zero if a text repeats one token
         return None
-    how = f"loss {loss:.2f}, with token frequencies alone {frequencies:.2f}"
-    return f"the model predicts hardly better than the frequencies of tokens ({how}); give it more time or data"
+    losses = f"loss {loss:.2f}, with token frequencies alone {unigram_loss:.2f}"
+    return f"the model predicts hardly better than the frequencies of tokens ({losses}); give it more time or data"
 
 
-def _some_tokens(stream: Stream) -> NDArray[np.int64]:
+def _sample_tokens(stream: Stream) -> NDArray[np.int64]:
     """Tokens from windows spread evenly over a text, or all tokens of a short text."""
     if len(stream) <= SAMPLE_WINDOWS * SAMPLE_WINDOW_TOKENS:
         return stream.windows(np.zeros(1, np.int64), len(stream)).ravel()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from regard.data.reader import STDIN
 from regard.errors import UserError, is_out_of_memory, plural
-from regard.files import read_json, write_json
+from regard.files import make_directory, read_json, write_json
 from regard.metrics import LOWER_IS_BETTER
 from regard.parallel.ranks import has_launcher
 from regard.recipe import FILES, Recipe, split_setting
@@ -73,7 +73,7 @@ class Row:
 
 @dataclass
 class Sweep:
-    """The table of a sweep; every change is written to its directory."""
+    """The table of a sweep; every change is saved."""
 
     path: Path
     rows: list[Row] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Sweep:
 
     @property
     def best(self) -> Row | None:
-        """The run with the best metric, or None if no run has a metric or their metrics differ."""
+        """The run with the best metric; None if no run has a metric, or the runs have different metrics."""
         scored = [row for row in self.rows if row.value is not None and row.value == row.value]
         if len({row.metric for row in scored}) != 1:
             return None
@@ -101,7 +101,7 @@ class Sweep:
 def make_points(
     sweeps: Sequence[str], make_recipe: Callable[[Sequence[str]], Recipe], sample: int | None = None
 ) -> list[Point]:
-    """All combinations of `key=value,value` settings, or a random sample of this size, by the seed of the recipe."""
+    """All combinations of `key=value,value` settings, or a random sample of them, drawn with the seed of the recipe."""
     grid: dict[str, list[str]] = {}
     for sweep in sweeps:
         if "=" not in sweep or not sweep.partition("=")[0].strip():
@@ -116,8 +116,7 @@ def make_points(
     total = math.prod(map(len, grid.values()))
     if total > MAX_RUNS:
         raise UserError(f"--sweep: {total:,} combinations are too many (at most {MAX_RUNS:,}); leave out some values")
-    choices = [[f"{key}={value}" for value in values] for key, values in grid.items()]
-    combinations = list(product(*choices))
+    combinations = list(product(*([f"{key}={value}" for value in values] for key, values in grid.items())))
     if sample is not None and sample < len(combinations):
         seed = make_recipe(combinations[0]).train.seed
         chosen = sorted(random.Random(seed).sample(range(len(combinations)), sample))
@@ -136,7 +135,9 @@ def make_points(
 
 def split_values(text: str) -> list[str]:
     """Split at commas outside of brackets and quotes."""
-    values, depth, quote = [""], 0, ""
+    values = [""]
+    depth = 0
+    quote = ""
     for character in text:
         if quote:
             quote = "" if character == quote else quote
@@ -161,7 +162,7 @@ def _shown(raw: str) -> str:
 
 
 def check_sweep(out: str | Path, resume: bool) -> None:
-    """Raise UserError if no sweep can begin in a directory or, with `resume`, continue there."""
+    """Raise UserError if no sweep can begin in a directory or, with `resume`, continue in it."""
     if has_launcher():
         raise UserError("--sweep: starts its runs itself; with torchrun train one run at a time")
     if not str(out):
@@ -182,10 +183,7 @@ def open_sweep(
     """Begin or continue a sweep -> its table, and the points with a shared cache for their data."""
     check_sweep(out, resume)
     path = Path(out)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot make this directory: {error.strerror or error}") from None
+    make_directory(path, str(path))
     sweep = Sweep(path, [Row(point.name, point.values()) for point in points], on_ray)
     sweep.save()
     shared = str((path / CACHE).resolve())
@@ -213,7 +211,7 @@ def run_sweep(
 
 
 def train_point(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> dict[str, Any]:
-    """Train a run -> the fields of its row; a failure is one of them."""
+    """Train a run -> the fields of its row, which record a failure."""
     try:
         report = fit(recipe, run, resume, reporter)
         return {
@@ -235,12 +233,12 @@ def train_point(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> 
 
 
 def describe_sweep(sweep: Sweep) -> str:
-    """The best run and the number of failed runs, in words."""
+    """A message with the best run and the number of failed runs."""
     failed = sum(row.state == "failed" for row in sweep.rows)
     failures = f"; {plural(failed, 'run')} failed" if failed else ""
     best = sweep.best
     if best is not None and best.metric is not None:
         return f"best: {sweep.path / best.run} ({format_score(best.metric, best.value)}){failures}"
     metrics = sorted({row.metric for row in sweep.rows if row.metric is not None})
-    why = f"the runs have different metrics ({', '.join(metrics)})" if len(metrics) > 1 else "none has a metric"
-    return f"no best run: {why}{failures}"
+    reason = f"the runs have different metrics ({', '.join(metrics)})" if len(metrics) > 1 else "none has a metric"
+    return f"no best run: {reason}{failures}"

@@ -46,7 +46,7 @@ class Aborted(SystemExit):
 
 @dataclass
 class Signals:
-    """Records a signal between steps. A second one ends the process unless it was `launched`: launchers repeat it."""
+    """Records signals. A second signal ends the process, unless it was `launched`: launchers repeat signals."""
 
     launched: bool = False
     received: int = 0
@@ -55,15 +55,15 @@ class Signals:
     @contextmanager
     def caught(self) -> Iterator[Signals]:
         """Handle signals inside the context."""
-        old = {}
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            # nohup ignores SIGHUP, which is respected; shells ignore SIGINT for all background jobs, which is not
+        previous = {}
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only in the main thread
+            # An ignored SIGHUP (nohup) stays ignored. SIGINT does not: shells ignore it in all background jobs.
             caught = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
-            old = {number: signal.signal(number, self._handle) for number in caught}
+            previous = {number: signal.signal(number, self._handle) for number in caught}
         try:
             yield self
         finally:
-            for number, handler in old.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -77,7 +77,7 @@ class Signals:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        """Raise Stopped as soon as a signal arrives, for long work without side effects."""
+        """Raise Stopped on a signal without waiting for the end of a step, for long work without side effects."""
         if self.received:
             raise Stopped(self.received)
         self._raise = True
@@ -88,7 +88,7 @@ class Signals:
 
 
 class Trainer:
-    """Trains a model and keeps its run directory up to date; all processes get the same result of `validate`."""
+    """Trains a model and keeps its run directory up to date; `validate` must return equal scores in all processes."""
 
     def __init__(
         self,
@@ -129,14 +129,14 @@ class Trainer:
         except RuntimeError as error:
             if not self.signals.received or not is_lost_connection(error):
                 raise
-            raise Stopped(self.signals.received) from None  # the first process has saved and ended
+            raise Stopped(self.signals.received) from None  # the first process has saved and exited
         finally:
             if self._log is not None:
                 self._log.close()
         return self.progress
 
     def mark_finished(self) -> None:
-        """Record the end of training, after all files of the run are written."""
+        """Record the end of training, after all other files of the run."""
         self.checkpoints.files.save(self.progress, {})
 
     def _loop(self) -> None:
@@ -211,7 +211,7 @@ class Trainer:
             )
 
     def _report_memory(self, locate: Callable[[int, int], str], tokens: int) -> None:
-        """Count and report that memory ran out in a step that trained on this number of tokens nevertheless."""
+        """Count and report the memory failures of a step that trained on the remaining number of `tokens`."""
         progress = self.progress
         failures = self.stepper.memory_failures
         skipped = [locate(*example) for example in failures.examples]
@@ -268,7 +268,7 @@ class Trainer:
         progress.validated = progress.step
         progress.validated_at = progress.seconds
         progress.validation_seconds += progress.seconds - began
-        # With a penalty on heads, later weights have fewer heads: the last weights count, not the best.
+        # With a penalty on heads, later weights have fewer heads, so the last weights are saved, not the best.
         improved = self.train.l0 > 0 or better(self.train.metric, scores, progress.best)
         if improved:
             progress.best = Best(step=progress.step, value=scores[self.train.metric], scores=scores)
@@ -282,7 +282,7 @@ class Trainer:
         self._save()
 
     def _scores(self, weights: Tensors | None) -> Scores:
-        """Validate; all processes get the same scores and time. A signal saves the state before the validation."""
+        """Validate -> the same scores and time in all processes. On a signal, the state before validation is saved."""
         saves_alone = self.group.first and not self.stepper.sharded  # a sharded run is saved by all processes together
         immediate = self.signals.immediate() if saves_alone else nullcontext()
         try:
@@ -311,7 +311,6 @@ class Trainer:
         self.checkpoints.save(self.progress)
 
     def _stop(self, number: int) -> NoReturn:
-        """Save and raise Stopped."""
         self._save()
         name = signal.Signals(number).name
         self.reporter.say(f"{name}: saved at step {self.progress.step:,}; continue with --resume")
@@ -330,7 +329,7 @@ class Trainer:
             raise RuntimeError(f"training processes found different checkpoints: steps {steps}")
 
     def _finish(self, reason: str) -> None:
-        """Average the last checkpoints if configured, and log the end."""
+        """Average the last validated weights if configured, and log the end."""
         progress = self.progress
         if len(progress.kept) > 1:
             self._average()
@@ -345,7 +344,7 @@ class Trainer:
             progress.log_bytes = self._log.position
 
     def _average(self) -> None:
-        """Average the last validated weights; the mean becomes the model if it is at least as good as the best."""
+        """Average the last validated weights; the mean becomes the model if its scores are not below the best."""
         progress = self.progress
         self.group.gather([0.0])  # wait for the first process to write them
         weights = mean_weights(map(self.checkpoints.files.kept, progress.kept))
@@ -360,7 +359,6 @@ class Trainer:
         self._event("average", checkpoints=count, **scores, best=used)
 
     def _event(self, kind: str, **fields: Any) -> None:
-        """Write to the log and report."""
         if self._log is not None:
             event = {"event": kind, **fields}
             if kind not in ("skip", "memory"):

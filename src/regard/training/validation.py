@@ -1,4 +1,4 @@
-"""Validation: loss and accuracy with teacher forcing, without dropout or smoothing, and for pairs a decoding metric."""
+"""Validation: teacher-forced loss and accuracy without dropout and smoothing and, for pairs, a metric of outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_DECODED_EXAMPLES = 1_000
 
 
 def spread(count: int, most: int) -> Indices:
-    """The indices of at most `most` of `count` examples, evenly spread."""
+    """The indices of at most `most` of `count` examples, at equal distances."""
     return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
@@ -57,7 +57,7 @@ def mean_scores(model: Model, batches: Iterable[Batch], group: ProcessGroup) -> 
 
 
 def _losses(objective: Objective, batch: Batch, device: torch.device) -> Iterator[Loss]:
-    """The loss of a batch, split into parts if memory runs out."""
+    """Yield the loss of a batch, in several parts if memory runs out."""
     before = objective.segment_memory
     after = []
 
@@ -76,7 +76,7 @@ def _losses(objective: Objective, batch: Batch, device: torch.device) -> Iterato
 
 
 class Validation:
-    """Scores a model on validation data: `cut` has the batches as indices, `make` turns one into a Batch."""
+    """Scores a model on validation data: `cut` holds the indices of each batch, `make` builds a batch from them."""
 
     signatures: Mapping[str, str] = MappingProxyType({})  # by metric
 
@@ -84,10 +84,12 @@ class Validation:
         self, task: str, cut: Sequence[Indices], make: Callable[[Indices], Batch], group: ProcessGroup
     ) -> None:
         self._scores = [name for name in ("loss", "accuracy") if name in TASKS[task].metrics]
-        self._cut, self._make, self._group = cut, make, group
+        self._cut = cut
+        self._make = make
+        self._group = group
 
     def __call__(self, model: Model) -> Scores:
-        """The loss and the metric of the recipe. All processes must call this; they get the same result."""
+        """The scores, equal in all processes, which must all call this."""
         mine = self._cut[self._group.rank :: self._group.size]
         scores = mean_scores(model, (self._make(rows) for rows in mine), self._group)
         return {name: scores[name] for name in self._scores}
@@ -99,8 +101,7 @@ class LabelledValidation(Validation):
     def __init__(self, recipe: Recipe, prepared: Prepared[Corpus], config: Config, group: ProcessGroup) -> None:
         corpus = prepared.valid
         rows = spread(len(corpus), MAX_LOSS_EXAMPLES)
-        lengths = corpus.source_lengths[rows], corpus.target_lengths[rows]
-        cut = Batches(*lengths, 0, 0, recipe.train.batch_tokens)
+        cut = Batches(corpus.source_lengths[rows], corpus.target_lengths[rows], 0, 0, recipe.train.batch_tokens)
         super().__init__(recipe.task, [rows[batch] for batch in cut], lambda batch: corpus.batch(batch, config), group)
 
 
@@ -112,7 +113,7 @@ class PairValidation(LabelledValidation):
         self._scores = ["loss"]  # for pairs, accuracy is a metric of decoded outputs
         self._codec = prepared.codec
         self._metric = recipe.train.metric
-        # Outputs of untrained models do not end. An output a fifth longer than every reference is wrong anyway.
+        # Untrained models never produce the end token. An output a fifth longer than every reference is wrong anyway.
         longest = prepared.valid.target_lengths.longest * 6 // 5 + 5
         self._options = Options(beam=recipe.train.validate_beam, max_length=longest)
         rows = spread(len(prepared.valid_examples), MAX_DECODED_EXAMPLES)
@@ -143,7 +144,8 @@ class ImageValidation(Validation):
     """Validation on images with labels."""
 
     def __init__(self, recipe: Recipe, prepared: Prepared[Images], config: Config, group: ProcessGroup) -> None:
-        images, pixels = prepared.valid, prepared.pixels
+        images = prepared.valid
+        pixels = prepared.pixels
         assert pixels is not None
         cut = chunks(spread(len(images), MAX_LOSS_EXAMPLES), recipe.train.batch_examples or BATCH_IMAGES)
         super().__init__(recipe.task, cut, lambda batch: image_batch(*images.read(batch, pixels)), group)
@@ -153,9 +155,10 @@ class TextValidation(Validation):
     """Validation on plain text. The same tokens are masked every time."""
 
     def __init__(self, recipe: Recipe, prepared: Prepared[Stream], config: Config, group: ProcessGroup) -> None:
-        stream, train = prepared.valid, recipe.train
-        objective = TEXT_OBJECTIVES[recipe.task](stream, prepared.codec, config, train)
-        windows, rows = objective.windows, rows_of(train)
+        stream = prepared.valid
+        objective = TEXT_OBJECTIVES[recipe.task](stream, prepared.codec, config, recipe.train)
+        windows = objective.windows
+        rows = rows_of(recipe.train)
         most = max(1, MAX_LOSS_TOKENS // windows.stride)
         if config.has_memory:  # lanes are read from their beginning
             cut = windows.lanes(rows)[: max(1, most // rows)]
@@ -186,5 +189,4 @@ VALIDATIONS: Mapping[Reads, Callable[[Recipe, Prepared[Any], Config, ProcessGrou
 
 
 def make_validation(recipe: Recipe, prepared: Prepared[Any], config: Config, group: ProcessGroup) -> Validation:
-    """The validation for the task of a recipe."""
     return VALIDATIONS[TASKS[recipe.task].reads](recipe, prepared, config, group)

@@ -1,4 +1,4 @@
-"""The weights that training begins with, and which of them are trained."""
+"""The initial weights of training, and the selection of the trained ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.inspect.prune import gate_heads
 from regard.model import Model, on_meta
 from regard.nn.adapters import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train
-from regard.run import WEIGHTS, RunConfig, open_weights, read_config, require_saved, weights_of
+from regard.run import WEIGHTS, RunConfig, list_differences, open_weights, read_config, require_saved, weights_of
 from regard.suggest import closest
 from regard.tasks import TASKS, infer_task
 from regard.text.codec import Codec
@@ -21,8 +21,7 @@ from regard.text.learn import BaseText
 from regard.training.directory import New, Resumed
 from regard.training.report import Reporter
 
-GROWING = ("source_embedding.weight", "target_embedding.weight", "output.weight", "output.bias")  # with a vocabulary
-MAX_NAMED = 20  # weights in a message
+VOCABULARY_WEIGHTS = ("source_embedding.weight", "target_embedding.weight", "output.weight", "output.bias")
 
 
 class Base(NamedTuple):
@@ -57,15 +56,15 @@ def open_base(recipe: Recipe) -> Base | None:
 
 
 class WeightMatch(NamedTuple):
-    """How the weights of a base run fit a new model, by name."""
+    """A comparison of the weights of a base run with those of a new model, by name."""
 
-    fresh: tuple[str, ...]  # not in the base run
-    grown: tuple[str, ...]  # the base run has their first rows
-    unused: tuple[str, ...]  # not in the new model
+    fresh: tuple[str, ...]  # only in the new model
+    grown: tuple[str, ...]  # with more rows in the new model
+    unused: tuple[str, ...]  # only in the base run
 
 
 def match_weights(config: Config, labels: tuple[str, ...], base: Base) -> WeightMatch:
-    """Compare names and shapes; all misfits are in one error. With other labels the classifier is fresh."""
+    """Compare names and shapes; one error lists all differences. With other labels, the classifier is fresh."""
     new_labels = TASKS[infer_task(config)].labels and base.config.labels != labels
     with open_weights(base.path / WEIGHTS) as file:
         theirs = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a dict
@@ -80,21 +79,19 @@ def match_weights(config: Config, labels: tuple[str, ...], base: Base) -> Weight
             fresh.append(name)
         elif here == there:
             continue
-        elif name in GROWING and here[1:] == there[1:] and here[0] > there[0]:
+        elif name in VOCABULARY_WEIGHTS and here[1:] == there[1:] and here[0] > there[0]:
             grown.append(name)
         else:
             wrong.append(f"{name}: {there} there, {here} here")
     if wrong:
-        more = [f"and {len(wrong) - MAX_NAMED} more"] if len(wrong) > MAX_NAMED else []
-        lines = "\n  ".join([*wrong[:MAX_NAMED], *more])
-        raise UserError(f"{base.path}: its weights do not fit the model\n  {lines}")
+        raise UserError(f"{base.path}: its weights do not fit the model\n  {list_differences(wrong)}")
     return WeightMatch(tuple(fresh), tuple(grown), tuple(name for name in theirs if name not in ours))
 
 
 def check_weights(
     recipe: Recipe, config: Config, labels: tuple[str, ...], base: Base | None, reporter: Reporter
 ) -> tuple[str, ...]:
-    """Check the weights of the base run and the parts to train -> names of weights that the base run does not have."""
+    """Check the weights of the base run and the trained parts -> names of weights that the base run does not have."""
     fresh: tuple[str, ...] = ()
     if base is not None:
         match = match_weights(config, labels, base)
@@ -109,7 +106,7 @@ def check_weights(
 
 
 def make_model(setup: New | Resumed, device: torch.device) -> Model:
-    """The model with its initial weights; the trainer loads those of a checkpoint."""
+    """The model with initial weights; the trainer replaces them by those of a checkpoint."""
     train = setup.recipe.train
     torch.manual_seed(train.seed)  # the same weights in every process
     model = Model(setup.config).to(device)
@@ -150,7 +147,7 @@ def select_trained(model: Model, train: Train, fresh: tuple[str, ...]) -> str | 
 def _add_adapters(model: Model, train: Train) -> list[str]:
     """Add the adapters (LoRA) -> the names of their weights, two for each layer."""
     for name, layer in adaptable_layers(model, train.lora_on).items():
-        # a product of two thin matrices has at most the rank of the matrix that it is added to
+        # the rank of a matrix is at most its smaller side
         if train.lora > (limit := min(layer.in_features, layer.out_features)):
             shape = f"{layer.out_features} x {layer.in_features}"
             raise UserError(f"train.lora: a rank of at most {limit} fits {name} ({shape}), not {train.lora}")
