@@ -166,6 +166,32 @@ def test_processes_are_started_in_one_module():
     assert starts == {"device.py", "parallel/children.py"}
 
 
+# Private names of torch without a public equivalent; its documentation names the first two modules.
+PRIVATE_NAMES = {
+    "cost/activations.py: torch.utils._python_dispatch", "cost/activations.py: torch.utils._pytree",
+    "cost/activations.py: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",  # counts the fused attention
+    "nn/hooks.py: self._forward_hooks",  # whether a tap is watched
+    "nn/primitives.py: x._version",  # whether packed weights are out of date
+    "nn/primitives.py: torch.ops.mkldnn._reorder_linear_weight", "nn/primitives.py: torch.ops.mkldnn._linear_pointwise",
+}  # fmt: skip
+DOCUMENTED_NAMES = {"_replace", "_asdict", "_fields", "_exit"}  # of named tuples and os, with an underscore
+
+
+def test_private_names_of_other_libraries_are_listed():
+    trees = {file.relative_to(SOURCE).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+    nodes = [(file, node) for file, tree in trees.items() for node in ast.walk(tree)]
+    functions = {node.name for _, node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    attributes = {node.attr for _, node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    known = functions | attributes | DOCUMENTED_NAMES
+    uses = set()
+    for file, node in nodes:
+        if isinstance(node, ast.ImportFrom) and re.search(r"(^|\.)_[a-z]", node.module or ""):
+            uses.add(f"{file}: {node.module}")
+        elif isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr) and node.attr not in known:
+            uses.add(f"{file}: {ast.unparse(node)}")
+    assert uses == PRIVATE_NAMES
+
+
 def test_parallel_imports_no_torch():
     modules = [name for name in MODULES if name.startswith("regard.parallel")]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"

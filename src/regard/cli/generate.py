@@ -78,7 +78,7 @@ def command(
     paths = (run, *(ensemble or ()))
     request = GenerateJob(paths, file, options, engine, workers, threads, device, jsonl, json, prefix_column)
     job = check_output(replace(request, workers=1) if stream else request, out, ray, stream)  # the work of this process
-    parsed, engine_name = parse_decoding(options, engine)
+    decoding, engine_name = parse_decoding(options, engine)
     runs = open_runs(paths, job.device, threads)
     task = runs[0].task
     if task.options is not None:
@@ -95,9 +95,9 @@ def command(
     if stream:
         if (workers or 1) > 1:
             raise UserError(f"--stream: one process decodes one line after the other; leave out --workers {workers}")
-        check_engine(engine_name, parsed, stream=True, show=option_name)
-        check_streaming(parsed, option_name)
-    with closing(LineAnswerer(job, runs, parsed, engine_name)) as answerer:
+        check_engine(engine_name, decoding, stream=True, show=option_name)
+        check_streaming(decoding, option_name)
+    with closing(LineAnswerer(job, runs, decoding, engine_name)) as answerer:
         lines = answerer.lines()
         if stream:
             _stream(answerer, lines)

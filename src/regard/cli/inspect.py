@@ -81,30 +81,30 @@ def command(
     if remark and opened.task.reads != "images":
         message(remark)
     if opened.task.reads == "images":
-        traced = _trace_image(opened, text, index, target)
+        trace = _trace_image(opened, text, index, target)
     elif go_on and opened.task.seq2seq:
         raise UserError("--continue: only a language model continues a text")
     else:
-        traced = Answerer([opened]).trace(Example(text, features=features), target, beam, go_on)
+        trace = Answerer([opened]).trace(Example(text, features=features), target, beam, go_on)
         if target is None or not opened.task.seq2seq:
-            message(" → ".join(traced.texts.values()))
+            message(" → ".join(trace.texts.values()))
     selected = None if layer is None else layer - 1, None if head is None else head - 1
-    for note in traced.notes:
+    for note in trace.notes:
         message(note.text)
     for path in filter(None, (png, svg)):
-        if layer is None and (attention is not None or not traced.alignment):
-            save(draw_all_heads(traced, attention or traced.main_kind), path)
+        if layer is None and (attention is not None or not trace.alignment):
+            save(draw_all_heads(trace, attention or trace.main_kind), path)
         else:
-            save(draw_matrix(traced.matrix(attention, *selected)), path)
+            save(draw_matrix(trace.matrix(attention, *selected)), path)
         message(f"{path}: written")
     if terminal:
-        _draw_at_terminal(traced, attention, *selected)
+        _draw_at_terminal(trace, attention, *selected)
     if live or output is not None or not (png or svg or terminal):
         path = output or "attention.html"
-        html = traced.to_html()
+        html = trace.to_html()
         if live:
             example = None if opened.task.reads == "images" else Example(text, features=features)
-            html, report = live_page(opened, example=example, first=traced)
+            html, report = live_page(opened, example=example, first=trace)
             message(report.summary)
         replace_file(Path(path), lambda temporary: temporary.write_text(html, encoding="utf-8"))
         message(f"{path}: written; open it in a browser")
@@ -116,13 +116,13 @@ def _trace_image(run: Run, path: str, index: int, label: str | None) -> Trace:
         raise UserError(f"--index {index}: {path} has {plural(len(images.images_NCHW), 'image')}, the first being 0")
     if label is None and images.labels and images.labels[index] in run.labels:
         label = images.labels[index]
-    traced = trace_image(run, images.images_NCHW[index], label, f"{Path(path).name}, {index}")
-    message(", ".join(f"{name}: {text}" for name, text in traced.texts.items()))
-    return traced
+    trace = trace_image(run, images.images_NCHW[index], label, f"{Path(path).name}, {index}")
+    message(", ".join(f"{name}: {text}" for name, text in trace.texts.items()))
+    return trace
 
 
-def _draw_at_terminal(traced: Trace, kind: str | None, layer: int | None, head: int | None) -> None:
-    matrix = traced.matrix(kind, layer, head)
+def _draw_at_terminal(trace: Trace, kind: str | None, layer: int | None, head: int | None) -> None:
+    matrix = trace.matrix(kind, layer, head)
     rows, columns = matrix.tokens
     weights = matrix.weights_TS.tolist()
     console = Console()

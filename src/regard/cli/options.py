@@ -153,7 +153,7 @@ def with_options(parameter: str, *options: FieldOption) -> Callable[[Callable[..
 
 
 def decoding_options(*left_out: str) -> list[FieldOption]:
-    """The options of decoding, in panels, without those that do not apply to a verb."""
+    """The options of decoding, in panels, except `left_out`, which do not apply to a verb."""
     return [
         option
         for panel, names in PANELS.items()

@@ -66,7 +66,7 @@ def command(
 
     For a language model, a line is a text, or a prompt and its continuation, separated by a tab.
     """
-    parsed = Options.of(**options)
+    decoding = Options.of(**options)
     runs = open_runs([run, *(ensemble or [])], device, threads)
     counter = LineCounter(strict)
     unknown = UnknownParts(runs[0])
@@ -78,9 +78,9 @@ def command(
         source = pairs_of(pairs, target, columns, runs[0].codec.columns)
         announce_data(source, "pairs")
         located = source.read(counter)
-    ahead, behind = tee(_count_unknown(located, unknown, parsed.window))
+    ahead, behind = tee(_count_unknown(located, unknown, decoding.window))
     printed = 0
-    scores = Answerer(runs, parsed).score(item.example for item in ahead)
+    scores = Answerer(runs, decoding).score(item.example for item in ahead)
     for scored, (number, example) in zip(scores, behind, strict=False):
         for name, reason in (("too_long", TOO_LONG), ("error", BAD_REQUEST), ("out_of_memory", NO_MEMORY)):
             if name in scored.flags:

@@ -91,23 +91,23 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Callable[
         notes.append(message)
         log(message)
 
-    opened = open_model(source, note)
-    config = opened.config
-    family = opened.family
-    labels = read_labels(opened.hf, config)
+    theirs = open_model(source, note)
+    config = theirs.config
+    family = theirs.family
+    labels = read_labels(theirs.hf, config)
     pixels = None if config.patches is None else read_image_processor(source, config.patches)
-    generation = Generation() if config.decoder is None else read_generation(source, opened.hf, config, note)
+    generation = Generation() if config.decoder is None else read_generation(source, theirs.hf, config, note)
 
     def write(path: Path) -> ConversionReport:
-        Run(config, opened.codec, opened.load(), path, labels, pixels, generation=generation).save(path)
+        Run(config, theirs.codec, theirs.load(), path, labels, pixels, generation=generation).save(path)
         if copy_chat_template(source, path, note):
             update_manifest(path, [CHAT_TEMPLATE])
         run = Run.load(path)  # the saved model has been freed: memory may not hold three models
-        export = partial(their_tensors, family, opened.architecture, opened.table)
+        export = partial(their_tensors, family, theirs.architecture, theirs.table)
         proof = None
         if not family.unproven:
-            proof = prove(run, run.model, export, source, opened.architecture, samples, write_generation(run))
-        report = _report(source.resolve().name, family, opened.architecture, run.model.size, proof, notes, None)
+            proof = prove(run, run.model, export, source, theirs.architecture, samples, write_generation(run))
+        report = _report(source.resolve().name, family, theirs.architecture, run.model.size, proof, notes, None)
         write_json(path / RECORD, report.to_json())
         _write_model_card(path, out.resolve().name, report)
         return report

@@ -353,7 +353,7 @@ def _until(ids: Iterable[int], ends: set[int]) -> list[int]:
 
 
 def _simplify_generation(theirs: Any, config: Config, defaults: Json) -> set[int]:
-    """Reduce their generation settings to those that a run has too -> the ids of end tokens."""
+    """Reduce their generation settings to the settings that a run has too -> the ids of end tokens."""
     before = theirs.generation_config
     settings = Fields(vars(before), GENERATION)
     ours = Fields(defaults, GENERATION)

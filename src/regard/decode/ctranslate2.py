@@ -48,7 +48,7 @@ def _load(run: Run, precision: str, workers: int, threads: int) -> Any:
 class CTranslate2Engine(Engine):
     """One run, decoded by CTranslate2: `workers` batches at once, each with `threads` threads.
 
-    Scores that are not requested are NaN. Total scores need a forced pass only if options change those of the search.
+    Scores that are not requested are NaN. Total scores need a forced pass only if options change the search scores.
     """
 
     def __init__(

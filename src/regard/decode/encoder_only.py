@@ -141,8 +141,8 @@ class MaskedText(SearchInput):
 class MaskFiller(Engine):
     """Fills each mask of a text with its most probable token, independently of the other masks.
 
-    The tokens of a hypothesis are those of the masks, and `top_tokens` the candidates for each mask. Probabilities are
-    over the whole vocabulary, but special tokens are not candidates.
+    A hypothesis has one token per mask, and the candidates for each mask as `top_tokens`. Probabilities are over the
+    whole vocabulary, but special tokens are not candidates.
     """
 
     def __init__(self, runs: Run | Sequence[Run], options: Options | None = None) -> None:

@@ -83,9 +83,9 @@ def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | N
         sources, targets, flags = _encode(runs, examples, options)
         fit = [i for i, flag in enumerate(flags) if not flag]
         scores = force(scorer, [sources[i] for i in fit], [targets[i] for i in fit], options.batch_tokens)
-        scored = dict(zip(fit, scores, strict=True))
+        scores_by_index = dict(zip(fit, scores, strict=True))
         for i, (example, target) in enumerate(zip(examples, targets, strict=True)):
-            token_scores = scored.get(i)
+            token_scores = scores_by_index.get(i)
             if token_scores is None:
                 unfit = out_of_memory("pair", max(map(len, sources[i])) + len(target))
                 yield Scored(math.nan, (), (), flags[i] or unfit)

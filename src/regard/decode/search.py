@@ -81,7 +81,7 @@ def _spread(tokens: list[Tensor], states: States, rules: Sequence[Rule], rows_N:
 
 
 class Picked(NamedTuple):
-    """The hypotheses of one group of every sentence that continue, and those that end."""
+    """The hypotheses of one group of every sentence that continue, and the hypotheses that end."""
 
     sum_AW: Tensor  # of values; minus infinity in unused slots
     parent_AW: Tensor  # row within the group

@@ -210,7 +210,7 @@ class EvaluationOptions(MetricSettings):
 
     @property
     def chosen(self) -> set[str]:
-        """The names of the options that are set, except those of every task."""
+        """The names of the options that are set, except the options that every task has."""
         return {*self.model_dump(exclude_defaults=True)} - {"metrics", "bootstrap"}
 
 

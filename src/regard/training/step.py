@@ -1,4 +1,4 @@
-"""One training step: forward, backward, all-reduce, update; with the optimizer, the schedule and the moving average."""
+"""A training step: forward, backward, all-reduce, update; the optimizer, the schedule and the moving average."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from regard.batch import Batch
 from regard.errors import UserError, is_out_of_memory
@@ -25,7 +26,7 @@ from regard.recipe import Train
 from regard.run import weights_of
 from regard.training.data_parallel import Blueprint, broadcast_weights, distribute, local, shard, whole
 
-MAX_RANKS = 4096  # random seeds of a step are this many numbers apart
+MAX_RANKS = 4096  # a step reserves one random seed per rank
 
 
 class BatchPart(NamedTuple):
@@ -47,10 +48,10 @@ class BatchPart(NamedTuple):
 
 @dataclass
 class MemoryFailures:
-    """How often memory ran out in a step, and the examples that were skipped because a batch of one does not fit."""
+    """The number of times that memory ran out in a step, and the examples that do not fit even in a batch of one."""
 
     count: int = 0
-    pieces: int = 0  # in which the batches of the step were computed
+    pieces: int = 0  # number of pieces that the batches of the step were split into
     tokens: int = 0  # labels of the skipped examples
     examples: list[tuple[int, int]] = field(default_factory=list)  # (index of the batch, row)
 
@@ -64,12 +65,12 @@ class Stepper:
         self.group = group
         self.objective = objective or Objective(model, train.label_smoothing, train.scheduled_sampling, train.l0)
         self.memory_failures = MemoryFailures()  # of the last step
-        self._too_large = math.inf  # the smallest size for which memory ran out; larger batches are split in advance
+        self._too_large = math.inf  # the smallest size that ran out of memory; larger batches are split in advance
         on_cpu = group.device.type == "cpu"
         for module in model.modules():
             if isinstance(module, Transformer):
                 module.recompute = train.recompute
-        # On a CPU only matrix products use bfloat16; their gradients lose nothing when they are sent in it.
+        # On a CPU, only matrix products use bfloat16; their gradients lose nothing if they are sent in bfloat16.
         self._matmuls = bf16_matmuls(model) if train.precision == "bf16" and on_cpu else {}
         self.sharded = group.size > 1 and train.strategy == "fsdp"  # every process has only a shard of the weights
         self._ddp: DistributedDataParallel | None = None
@@ -89,12 +90,12 @@ class Stepper:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights that are validated and saved as the model: the moving average if there is one."""
+        """The weights that are validated and saved as the model: the moving average if it is enabled."""
         return weights_of(self.model) if self.ema is None else self.ema.weights
 
     @contextmanager
     def evaluated(self, weights: dict[str, Tensor] | None = None) -> Iterator[Model]:
-        """The model in eval mode, with these weights if given; of a sharded model, a full copy."""
+        """The model in eval mode, with its own weights by default; a full copy if the model is sharded."""
         if self._blueprint is not None:
             yield self._blueprint.build(weights or weights_of(self.model)).eval()
             return
@@ -102,7 +103,7 @@ class Stepper:
             yield self.model
 
     def backward(self, step: int, shares: Sequence[tuple[Batch, float]]) -> list[float]:
-        """Compute the gradients of a step -> [nll and objective summed in this process, norm in all]."""
+        """Compute the gradients of a step -> [nll and objective summed in this process, gradient norm of all]."""
         self.objective.train()
         self.memory_failures = failures = MemoryFailures()
         memory = self.objective.segment_memory
@@ -112,7 +113,7 @@ class Stepper:
             pieces = self._without(pieces, sums)
             self.objective.segment_memory = memory
         if failures.examples:
-            self.objective.segment_memory = None  # it has fewer rows now
+            self.objective.segment_memory = None  # it lacks the rows of the skipped examples
         failures.pieces = len(pieces)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
@@ -122,7 +123,7 @@ class Stepper:
         return numbers
 
     def _accumulate(self, step: int, pieces: Sequence[BatchPart]) -> tuple[Tensor, Tensor] | BatchPart:
-        """Add up the gradients of a step -> the sums of both losses, or the piece for which memory ran out."""
+        """Accumulate the gradients of a step -> the sums of both losses, or the piece that ran out of memory."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.manual_seed((self.train.seed * 1_000_003 + step) * MAX_RANKS + self.group.rank)
         if self._pool is not None:
@@ -148,7 +149,7 @@ class Stepper:
         return nll, smoothed
 
     def _backward(self, piece: BatchPart, last: bool) -> Loss:
-        """Add the gradients of a piece to those of the step; after the last piece they are summed over processes."""
+        """Accumulate the gradients of a piece; after the last piece, the gradients are summed over processes."""
         device = self.group.device
         autocast = self.train.precision == "bf16" and not self._matmuls
         forward = self.objective if self._ddp is None else self._ddp
@@ -156,7 +157,7 @@ class Stepper:
         with synced, use_matmuls(self._matmuls):  # the backward pass of a reversible model repeats the forward pass
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 loss: Loss = forward(piece.batch.to(device))
-            # A loss that is not finite makes all its gradients NaN, so every process sees it in the norm.
+            # A loss that is not finite makes all its gradients NaN, so the norm shows it to every process.
             scale = piece.weight / piece.batch.total + loss.smoothed.detach() * 0
             (loss.smoothed * scale).backward()
         return loss
@@ -164,13 +165,13 @@ class Stepper:
     def _memory_error(self) -> str:
         key = "batch_examples" if self.train.batch_examples else "batch_tokens"
         return (
-            "not enough memory for a batch, and only a single process splits batches: go on with --resume --workers 1,"
-            f"\n  or begin again with a lower train.{key} (now {getattr(self.train, key)}; train.accumulate keeps the "
-            "size of a step) or with train.recompute=true"
+            "not enough memory for a batch, and only a single process splits batches; "
+            f"continue with --resume --workers 1,\n  or begin again with a lower train.{key} "
+            f"(now {getattr(self.train, key)}; train.accumulate keeps the size of a step) or with train.recompute=true"
         )
 
     def _without(self, pieces: Sequence[BatchPart], failed: BatchPart) -> list[BatchPart]:
-        """The pieces for another attempt after memory ran out for one of them; a single row is skipped."""
+        """The pieces for another attempt after one of them ran out of memory; a single row is skipped."""
         self.memory_failures.count += 1
         if failed.rows.stop - failed.rows.start > 1:
             self._too_large = min(self._too_large, failed.batch.size)
@@ -181,7 +182,7 @@ class Stepper:
         return [piece for piece in pieces if piece is not failed]
 
     def _split(self, pieces: Sequence[BatchPart]) -> list[BatchPart]:
-        """Split pieces until each is smaller than the smallest for which memory ran out, or a single row."""
+        """Split pieces until each is a single row, or smaller than the smallest piece that ran out of memory."""
         parts: list[BatchPart] = []
         for piece in pieces:
             single = piece.rows.stop - piece.rows.start == 1
@@ -190,12 +191,12 @@ class Stepper:
         return parts
 
     def update(self, step: int, rate: float, norm: float) -> bool:
-        """Clip the gradient and update the weights -> whether they were updated: not if the norm is not finite."""
+        """Clip the gradient and update the weights -> whether they were updated: False if the norm is not finite."""
         if not math.isfinite(norm):
             return False
         excess = max(1.0, norm / self.train.clip) if self.train.clip else 1.0
-        # Fused optimizers divide the gradients by this factor, which saves a pass over all of them.
-        # Weights that are offloaded are not on the device of the group.
+        # Fused optimizers divide the gradients by this factor, which saves a pass over all gradients.
+        # Offloaded weights are not on the device of the group.
         device = local(self._parameters[0]).device if self.sharded else self.group.device
         self.optimizer.grad_scale = torch.tensor(excess, device=device)  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
@@ -214,7 +215,7 @@ class Stepper:
 
 
 def make_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
-    """Fused Adam or AdamW for the parameters that are not frozen, with weight decay for matrices only."""
+    """Fused Adam or AdamW for the parameters that are not frozen, with weight decay only for matrices."""
     odds = [gate.odds for gate in head_gates(model).values()]
     parameters = [p for p in model.parameters() if p.requires_grad and not any(p is gate for gate in odds)]
     groups = [
@@ -252,7 +253,7 @@ def learning_rate(train: Train, step: int, done: float, width: int) -> float:
 
 
 class Ema:
-    """A moving average of weights that decays faster in early steps; about thirty updates per window are enough."""
+    """A moving average of weights that decays faster in early steps and is updated about 30 times per window."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -262,13 +263,13 @@ class Ema:
         decay = min(self.decay, (1 + step) / (10 + step))
         every = max(1, round(0.03 / (1 - decay)))
         if step % every == 0:
-            mine = [local(x) for x in self.weights.values()]
-            torch._foreach_lerp_(mine, [local(x) for x in weights_of(model).values()], 1 - decay**every)
+            average = get_ema_multi_avg_fn(decay**every)
+            average([local(x) for x in self.weights.values()], [local(x) for x in weights_of(model).values()], None)
 
 
 @contextmanager
 def swapped_weights(model: nn.Module, weights: dict[str, Tensor] | None) -> Iterator[None]:
-    """Give the model other weights inside the context; None leaves its own."""
+    """Give the model other weights inside the context; None: its own weights."""
     if weights is None:
         yield
         return

@@ -52,7 +52,7 @@ test("products: SIMD and plain JavaScript give the sum of products", () => {
   }
 });
 
-test("products: a row has the same result in any company", () => {
+test("products: the result of a row does not depend on the other rows", () => {
   const width = 40,
     outs = 9,
     most = 11,
@@ -62,14 +62,14 @@ test("products: a row has the same result in any company", () => {
     at = kernel.allocate(outs * padded(width)),
     matrix = { at, outs, width, bias: null };
   for (let o = 0; o < outs; o++) kernel.floats.set(w.subarray(o * width, (o + 1) * width), at + o * padded(width));
-  const alone = (r) => kernel.linear(x.subarray(r * width, (r + 1) * width), 1, matrix);
+  const single = (r) => kernel.linear(x.subarray(r * width, (r + 1) * width), 1, matrix);
   for (let rows = 1; rows <= most; rows++) {
     const y = kernel.linear(x.subarray(0, rows * width), rows, matrix);
-    for (let r = 0; r < rows; r++) assert.deepEqual(y.slice(r * outs, (r + 1) * outs), alone(r), `row ${r} of ${rows}`);
+    for (let r = 0; r < rows; r++) assert.deepEqual(y.slice(r * outs, (r + 1) * outs), single(r), `row ${r} of ${rows}`);
   }
 });
 
-test("products: scratch space grows behind the weights, which stay", () => {
+test("products: growing scratch space does not change the weights", () => {
   for (const simd of [true, false]) {
     const kernel = new Kernel(64, simd),
       at = kernel.allocate(64);
@@ -80,7 +80,7 @@ test("products: scratch space grows behind the weights, which stay", () => {
   }
 });
 
-test("bytes: base 64 there and back, of any length", () => {
+test("bytes of any length round-trip through base 64", () => {
   for (let length = 0; length < 40; length++) {
     const bytes = Uint8Array.from(numbers(length + 1, length), (v) => (v + 1) * 127),
       text = encodeBytes(bytes);
@@ -89,7 +89,7 @@ test("bytes: base 64 there and back, of any length", () => {
   }
 });
 
-test("floats of two bytes", () => {
+test("half-precision floats are converted exactly", () => {
   for (const [bits, value] of [
     [0x0000, 0],
     [0x3c00, 1],
@@ -104,7 +104,7 @@ test("floats of two bytes", () => {
   assert.ok(Number.isNaN(halfToFloat(0x7e00)));
 });
 
-test("the best of equals is the first", () => {
+test("best() prefers the first of equal values", () => {
   assert.deepEqual(best([1, 3, 3, 2, 3], 3), [1, 2, 4]);
   assert.deepEqual(best([-Infinity, -Infinity], 1), [0]);
 });
@@ -125,7 +125,7 @@ test("steps: probabilities and entropy of every label", () => {
   });
 });
 
-test("the lens computes what is looked at", () => {
+test("the logit lens computes only the steps that are read", () => {
   const rows = 40,
     width = 2,
     vocab = 3,
@@ -146,10 +146,10 @@ test("the lens computes what is looked at", () => {
     JSON.parse(JSON.stringify(steps)).map((step) => step[0][0]),
     Array.from({ length: rows }, (_, t) => (x[t * width] > 0 ? "2" : "0")),
   );
-  assert.equal(computed, rows, "each once");
+  assert.equal(computed, rows, "each step is computed once");
 });
 
-// A model whose next token depends on all before it: logits are drawn from a seed made of them.
+// A model whose logits are pseudo-random numbers seeded by all previous tokens.
 const EOS = 0,
   VOCAB = 4;
 const logitsAfter = (ids) =>
@@ -178,8 +178,8 @@ const job = (more = {}) => ({
   ...more,
 });
 
-// Every output up to the limit with its score.
-function everything({ limit, openEnd, prefix, forbid, blocked }, ids = [], scores = []) {
+// All outputs up to the length limit, with their scores.
+function enumerateOutputs({ limit, openEnd, prefix, forbid, blocked }, ids = [], scores = []) {
   const logp = logSoftmax(logitsAfter(ids), 0, VOCAB, blocked),
     t = ids.length,
     out = [];
@@ -193,7 +193,7 @@ function everything({ limit, openEnd, prefix, forbid, blocked }, ids = [], score
       continue;
     const all = [...scores, logp[id]];
     if (id === EOS) out.push({ ids: [...ids, id], score: all.reduce((a, b) => a + b, 0) });
-    else out.push(...everything({ limit, openEnd, prefix, forbid, blocked }, [...ids, id], all));
+    else out.push(...enumerateOutputs({ limit, openEnd, prefix, forbid, blocked }, [...ids, id], all));
   }
   return out;
 }
@@ -208,49 +208,49 @@ const CASES = {
 };
 
 for (const [name, more] of Object.entries(CASES)) {
-  test(`beam search as wide as the tree finds the best outputs: ${name}`, () => {
-    const asked = job(more),
+  test(`full-width beam search equals enumeration: ${name}`, () => {
+    const request = job(more),
       length = (ids) => Math.max(1, ids.length);
-    const all = everything(asked)
+    const all = enumerateOutputs(request)
       .map((each) => ({ ...each, value: each.score / length(each.ids) }))
       .sort((a, b) => b.value - a.value);
-    const found = beamSearch(asked, { beam: 400, nbest: 5 });
+    const outputs = beamSearch(request, { beam: 400, nbest: 5 });
     assert.deepEqual(
-      found.map((each) => each.ids),
+      outputs.map((each) => each.ids),
       all.slice(0, 5).map((each) => each.ids),
     );
-    found.forEach((each, i) => assert.ok(Math.abs(each.score - all[i].score) < 1e-9));
+    outputs.forEach((each, i) => assert.ok(Math.abs(each.score - all[i].score) < 1e-9));
   });
 }
 
 test("greedy search takes the best token at every step", () => {
-  const [found] = greedySearch(job());
-  found.ids.forEach((id, t) => {
-    const logp = logSoftmax(logitsAfter(found.ids.slice(0, t)), 0, VOCAB, []);
+  const [output] = greedySearch(job());
+  output.ids.forEach((id, t) => {
+    const logp = logSoftmax(logitsAfter(output.ids.slice(0, t)), 0, VOCAB, []);
     assert.equal(id, t === 4 ? EOS : best(logp, 1)[0]);
-    assert.equal(found.scores[t], logp[id]);
+    assert.equal(output.scores[t], logp[id]);
   });
 });
 
-test("what cannot be is no output", () => {
+test("searches return no output if all tokens are forbidden", () => {
   assert.deepEqual(greedySearch(job({ forbid: [0, 1, 2, 3] })), []);
   assert.deepEqual(beamSearch(job({ forbid: [0, 1, 2, 3] }), { beam: 3 }), []);
 });
 
-test("samples follow the probabilities, and the seed", () => {
+test("samples depend on the probabilities and on the seed", () => {
   const draw = (seed, more) =>
     sampleSearch(job({ limit: 1, openEnd: true }), { nbest: 4000, seed, ...more }).map(({ ids }) =>
       ids.length ? ids[0] : EOS,
     );
   const logp = logSoftmax(logitsAfter([]), 0, VOCAB, []),
-    drawn = draw(1);
+    samples = draw(1);
   for (let id = 0; id < VOCAB; id++) {
     const p = Math.exp(logp[id]),
-      share = drawn.filter((each) => each === id).length / drawn.length;
-    assert.ok(Math.abs(share - p) < 5 * Math.sqrt((p * (1 - p)) / drawn.length) + 1e-3, `${id}: ${share} for ${p}`);
+      share = samples.filter((each) => each === id).length / samples.length;
+    assert.ok(Math.abs(share - p) < 5 * Math.sqrt((p * (1 - p)) / samples.length) + 1e-3, `${id}: ${share} for ${p}`);
   }
-  assert.deepEqual(draw(1), drawn);
-  assert.notDeepEqual(draw(2), drawn);
+  assert.deepEqual(draw(1), samples);
+  assert.notDeepEqual(draw(2), samples);
   assert.deepEqual(new Set(draw(3, { topK: 1 })), new Set(best(logp, 1)));
   assert.deepEqual(new Set(draw(3, { topP: 1e-6 })), new Set(best(logp, 1)));
   assert.deepEqual(new Set(draw(3, { temperature: 1e-3 })), new Set(best(logp, 1)));

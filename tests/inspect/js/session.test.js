@@ -1,4 +1,4 @@
-// What is asked of an engine and kept of its answers, with an engine that answers by rote.
+// Requests to an engine and the state kept from its answers, tested with an engine that gives fixed answers.
 import "./setup.js";
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -16,8 +16,8 @@ import {
   shownIds,
 } from "../../../src/regard/web/page/session.js";
 
-function rote(task = "pairs") {
-  const asked = [];
+function fixedEngine(task = "pairs") {
+  const requests = [];
   const hypothesis = (ids, silenced) => ({
     text: ids.join("-") + (silenced ? "!" : ""),
     ids,
@@ -29,11 +29,11 @@ function rote(task = "pairs") {
   return {
     task,
     decodes: true,
-    asked,
+    requests,
     silenced: new Set(),
     traced: 0,
     generate(input, options) {
-      asked.push(options);
+      requests.push(options);
       if (!input.source) return { hypotheses: [], unknown: [], problem: "Type something." };
       if (input.source === "bad") throw new Error("no");
       const loud = this.silenced.size > 0;
@@ -61,15 +61,15 @@ function rote(task = "pairs") {
   };
 }
 
-test("the best hypothesis is traced, and a draft is greedy", () => {
-  const engine = rote(),
+test("the best hypothesis is traced, and drafts use greedy search", () => {
+  const engine = fixedEngine(),
     side = newSide({ source: "a" }),
     wishes = firstWishes(engine);
   answer(engine, side, wishes, true);
-  assert.equal(engine.asked[0].strategy, "greedy");
+  assert.equal(engine.requests[0].strategy, "greedy");
   assert.equal(side.hypotheses.length, 1);
   answer(engine, side, wishes);
-  assert.equal(engine.asked[1].strategy, "beam");
+  assert.equal(engine.requests[1].strategy, "beam");
   assert.deepEqual(side.trace.ids, [1, 2]);
   assert.equal(engine.traced, 1, "the same output is not traced again");
   side.chosen = 1;
@@ -77,26 +77,26 @@ test("the best hypothesis is traced, and a draft is greedy", () => {
   assert.deepEqual(side.trace.ids, [3]);
 });
 
-test("the draft of a continuation is its beginning, of the same search", () => {
-  const engine = rote(),
+test("the draft of a continuation is a shorter output of the same search", () => {
+  const engine = fixedEngine(),
     side = newSide({ source: "a" });
   engine.task = "lm";
   const wishes = { ...firstWishes(engine), strategy: "sample" };
   assert.ok(hasDraft(engine, wishes));
-  assert.ok(!hasDraft({ ...engine, task: "pairs" }, wishes), "nothing would be saved");
+  assert.ok(!hasDraft({ ...engine, task: "pairs" }, wishes), "a draft would save no time");
   answer(engine, side, wishes, true);
   answer(engine, side, wishes);
-  const [draft, whole] = engine.asked;
+  const [draft, whole] = engine.requests;
   assert.equal(draft.strategy, "sample");
   assert.equal(draft.nbest, 1);
   assert.ok(draft.maxLength < whole.maxLength);
   side.prefix = [1, 2, 3, 4, 5, 6];
   answer(engine, side, wishes, true);
-  assert.equal(engine.asked[2].maxLength, 7, "what was chosen stays, and one token follows");
+  assert.equal(engine.requests[2].maxLength, 7, "the prefix is kept, and one token follows");
 });
 
-test("problems and failures are told, and what was there stays", () => {
-  const engine = rote(),
+test("problems and failures are reported, and the last trace is kept", () => {
+  const engine = fixedEngine(),
     side = newSide({ source: "x" }),
     wishes = firstWishes(engine);
   answer(engine, side, wishes);
@@ -111,51 +111,51 @@ test("problems and failures are told, and what was there stays", () => {
   assert.equal(side.trace, before);
 });
 
-test("a token is forced in place of another", () => {
-  const engine = rote(),
+test("a forced token replaces another", () => {
+  const engine = fixedEngine(),
     side = newSide({ source: "a" }),
     wishes = firstWishes(engine);
   wishes.forbid = [9];
   answer(engine, side, wishes);
-  const [found] = alternatives(engine, side, wishes, 1);
-  assert.deepEqual([found.id, found.options, found.count], [1, { forbid: [9] }, 8]);
+  const [alternative] = alternatives(engine, side, wishes, 1);
+  assert.deepEqual([alternative.id, alternative.options, alternative.count], [1, { forbid: [9] }, 8]);
   force(side, 1, 7);
   assert.deepEqual(side.prefix, [1, 7]);
   answer(engine, side, wishes);
-  assert.deepEqual(engine.asked.at(-1).prefix, [1, 7]);
-  assert.deepEqual(engine.asked.at(-1).forbid, [9]);
+  assert.deepEqual(engine.requests.at(-1).prefix, [1, 7]);
+  assert.deepEqual(engine.requests.at(-1).forbid, [9]);
 });
 
-test("with silenced heads the output before is kept for comparison", () => {
-  const engine = rote(),
+test("with silenced heads, the original output is kept for comparison", () => {
+  const engine = fixedEngine(),
     side = newSide({ source: "a" }),
     wishes = firstWishes(engine);
   engine.silenced.add("m/0");
   answer(engine, side, wishes);
   assert.equal(side.hypotheses[0].text, "1-2!");
   assert.equal(side.before.text, "1-2");
-  assert.deepEqual([...engine.silenced], ["m/0"], "and silence is restored");
+  assert.deepEqual([...engine.silenced], ["m/0"], "the silenced heads are restored");
   engine.silenced.clear();
   answer(engine, side, wishes);
   assert.equal(side.before, null);
 });
 
-test("an end token that a limit put there is not shown", () => {
+test("an end token added by the length limit is not shown", () => {
   const limited = { ids: [1, 2, 3], limited: true };
-  assert.deepEqual(shownIds(rote(), limited), [1, 2]);
-  assert.deepEqual(shownIds(rote("lm"), limited), [1, 2, 3]);
+  assert.deepEqual(shownIds(fixedEngine(), limited), [1, 2]);
+  assert.deepEqual(shownIds(fixedEngine("lm"), limited), [1, 2, 3]);
 });
 
-test("importance is measured step by step, once for an output", () => {
-  const engine = rote(),
+test("importance is measured in steps, once per output", () => {
+  const engine = fixedEngine(),
     side = newSide({ source: "a" });
   answer(engine, side, firstWishes(engine));
-  const found = importanceOf(engine, side);
-  found.step();
+  const importance = importanceOf(engine, side);
+  importance.step();
   assert.deepEqual([...importanceOf(engine, side).changes], [["m/0", 1]]);
-  found.step();
-  found.step();
-  assert.ok(found.done);
+  importance.step();
+  importance.step();
+  assert.ok(importance.done);
   assert.equal(attributionOf(engine, side), attributionOf(engine, side));
   side.chosen = 1;
   look(engine, side);

@@ -1,4 +1,4 @@
-// The tokenizer of the page by itself; test_js_tokenizer.py compares it with the one in Python.
+// Unit tests of the page's tokenizer; test_js_tokenizer.py compares it with the one in Python.
 import "./setup.js";
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -7,15 +7,15 @@ import { makeTokenizer } from "../../../src/regard/web/page/tokenizer.js";
 
 const IDS = { pad: 0, unk: 1, sos: 2, eos: 3, mask: null };
 const SPECIALS = ["< pad >", "< unk >", "< sos >", "< eos >"];
-const numbered = (tokens) => Object.fromEntries([...SPECIALS, ...tokens].map((token, id) => [token, id]));
-const simple = (kind, tokens) => makeTokenizer({ model: { vocab: numbered(tokens) } }, kind, IDS);
+const vocabularyOf = (tokens) => Object.fromEntries([...SPECIALS, ...tokens].map((token, id) => [token, id]));
+const simple = (kind, tokens) => makeTokenizer({ model: { vocab: vocabularyOf(tokens) } }, kind, IDS);
 
-const seen = (byte) => (byte > 0x20 && byte < 0x7f) || (byte > 0xa0 && byte !== 0xad);
-let unseen = 256;
-const BYTES = Array.from({ length: 256 }, (_, byte) => String.fromCodePoint(seen(byte) ? byte : unseen++));
+const isPrintable = (byte) => (byte > 0x20 && byte < 0x7f) || (byte > 0xa0 && byte !== 0xad);
+let nextLetter = 256;
+const BYTES = Array.from({ length: 256 }, (_, byte) => String.fromCodePoint(isPrintable(byte) ? byte : nextLetter++));
 const bpe = (merges) => {
   const merged = new Set(merges.map((pair) => pair.join("")));
-  return makeTokenizer({ model: { vocab: numbered([...BYTES, ...merged]), merges } }, "bpe", IDS);
+  return makeTokenizer({ model: { vocab: vocabularyOf([...BYTES, ...merged]), merges } }, "bpe", IDS);
 };
 const unigram = (scores) => {
   const all = { ...Object.fromEntries(BYTES.map((letter) => [letter, -5])), ...scores };
@@ -24,7 +24,7 @@ const unigram = (scores) => {
 };
 const pieces = (tokenizer, text) => tokenizer.encode(text).map(tokenizer.piece);
 
-test("char cuts code points, not UTF-16 units", () => {
+test("char splits into code points, not UTF-16 units", () => {
   const tokenizer = simple("char", ["a", "😀"]);
   assert.deepEqual(tokenizer.encode("a😀b\ud83d"), [4, 5, 1, 1]);
   assert.equal(tokenizer.decode([2, 4, 5, 1, 3, 0]), "a😀⁇");
@@ -34,7 +34,7 @@ test("char cuts code points, not UTF-16 units", () => {
   assert.deepEqual(tokenizer.special, new Set([0, 1, 2, 3]));
 });
 
-test("nfd has letters and marks apart, and composes them again", () => {
+test("nfd separates letters and marks, and decoding composes them", () => {
   const tokenizer = simple("nfd", ["e", "\u0301", "ᄀ", "ᅡ"]);
   assert.deepEqual(tokenizer.encode("é가"), [4, 5, 6, 7]);
   assert.equal(tokenizer.decode([4, 5, 6, 7]), "é가");
@@ -42,20 +42,20 @@ test("nfd has letters and marks apart, and composes them again", () => {
   assert.deepEqual(tokenizer.unknownTokens("é\u0323e"), ["\u0323"]);
 });
 
-test("space cuts at U+0020 only", () => {
+test("space splits only at U+0020", () => {
   const tokenizer = simple("space", ["a", "b\u00a0c", "__proto__", "12"]);
   assert.deepEqual(tokenizer.encode("  a b\u00a0c  d\t __proto__ 12 toString"), [4, 5, 1, 6, 7, 1]);
   assert.equal(tokenizer.decode([4, 1, 5]), "a ⁇ b\u00a0c");
 });
 
-test("word keeps the space before a word, and puts one before an unknown word", () => {
+test("word keeps the space before a word, and decodes an unknown word with a space", () => {
   const tokenizer = simple("word", ["a", " b", ",", " "]);
   assert.deepEqual(tokenizer.encode("a b,  c"), [4, 5, 6, 7, 1]);
   assert.deepEqual(tokenizer.unknownTokens("a b,  c\ud800"), [" c", "\ufffd"]);
   assert.equal(tokenizer.decode([1, 5, 1, 3]), "⁇ b ⁇");
 });
 
-test("bpe: the first merge of the list, leftmost", () => {
+test("bpe: the first merge of the list is applied first, from the left", () => {
   assert.deepEqual(
     pieces(
       bpe([
@@ -80,7 +80,7 @@ test("bpe: the first merge of the list, leftmost", () => {
   assert.deepEqual(pieces(bpe([]), "ä"), ["\\xc3", "\\xa4"]);
 });
 
-test("bpe: words are cut before merging, by classes that do not depend on the browser", () => {
+test("bpe: text is split into words by character classes that do not depend on the browser", () => {
   const joined = bpe([
     ["Ġ", "a"],
     ["a", "1"],
@@ -95,17 +95,17 @@ test("bpe: words are cut before merging, by classes that do not depend on the br
     ["Ġï", "»"],
     ["Ġï»", "¿"],
   ]);
-  assert.deepEqual(pieces(tokenizer, " \x85"), [" \x85"]); // white space for the library, and not for \s here
-  assert.deepEqual(pieces(tokenizer, "  \ufeff"), [" ", " \ufeff"]); // the other way round
+  assert.deepEqual(pieces(tokenizer, " \x85"), [" \x85"]); // white space for the library, but not for \s in JavaScript
+  assert.deepEqual(pieces(tokenizer, "  \ufeff"), [" ", " \ufeff"]); // white space for \s, but not for the library
 });
 
-test("unigram: the largest sum of scores", () => {
+test("unigram: the segmentation has the largest sum of scores", () => {
   const tokenizer = unigram({ a: -1, b: -1, ab: -2, abc: -4, c: -1 });
   assert.deepEqual(pieces(tokenizer, "abc"), ["ab", "c"]);
   assert.equal(tokenizer.decode(tokenizer.encode("abc ä😀\r\n")), "abc ä😀\r\n");
 });
 
-test("bytes that are not a whole character", () => {
+test("incomplete UTF-8 is decoded to replacement characters", () => {
   const { encode, decode, piece, unknownTokens } = bpe([["ð", "Ł"]]);
   const ids = encode("😀");
   assert.equal(piece(ids[0]), "\\xf0\\x9f");
@@ -115,12 +115,12 @@ test("bytes that are not a whole character", () => {
   assert.deepEqual(unknownTokens("\ud800 ä"), []);
 });
 
-test("what cannot be read is refused", () => {
+test("unknown schemes are refused", () => {
   assert.throws(() => simple("byte", ["a"]), /bytes/);
   assert.throws(() => simple("foreign", ["a"]), /foreign/);
 });
 
-test("long words and large vocabularies take no time to speak of", () => {
+test("long words and large vocabularies take less than three seconds", () => {
   const names = Array.from({ length: 32000 }, (_, i) => (i + 36 ** 4).toString(36));
   const merges = names.flatMap((name) => [2, 3, 4, 5].map((n) => [name.slice(0, n - 1), name[n - 1]]));
   const unique = [...new Map(merges.map((pair) => [pair.join(" "), pair])).values()];
