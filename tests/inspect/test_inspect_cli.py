@@ -164,7 +164,7 @@ def test_inspect_continues_a_text_with_a_language_model(tmp_path: Path, capsys: 
     with torch.no_grad():  # a single forward pass gives the same ids
         start = [run.config.start_id, *run.codec.target.encode(["abc"])[0]]
         assert run.model(torch.tensor([[*start, *ids[:-1]]]), None)[0, len(start) - 1 :].argmax(-1).tolist() == ids
-    with pytest.raises(UserError, match="not both"):
+    with pytest.raises(UserError, match="choose one"):
         inspect.command(str(tmp_path / "run"), "abc", target="b", go_on=4)
 
 

@@ -142,7 +142,7 @@ def test_base_tokenizers_that_do_not_fit_the_text_are_refused(tmp_path: Path) ->
     with pytest.raises(UserError, match="this run has two"):
         train(fine_tuning("span", tmp_path / "two", tmp_path), tmp_path / "run")
     train(order | {"text": {"source_tokens": "space", "shared": True}}, tmp_path / "spaces")
-    with pytest.raises(UserError, match="line ends would be lost"):
+    with pytest.raises(UserError, match="would lose line ends"):
         train(fine_tuning("span", tmp_path / "spaces", tmp_path), tmp_path / "run")
 
 

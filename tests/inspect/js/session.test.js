@@ -159,5 +159,5 @@ test("importance is measured in steps, once per output", () => {
   assert.equal(attributionOf(engine, side), attributionOf(engine, side));
   side.chosen = 1;
   look(engine, side);
-  assert.notEqual(importanceOf(engine, side), found);
+  assert.notEqual(importanceOf(engine, side), importance);
 });
