@@ -13,6 +13,7 @@ import torch
 
 import regard
 from kit.toy import SMALL, call, small, strict_json
+from regard.api import TrainSettings
 from regard.decode.encoder_only import classify
 from regard.decode.request import BatchSettings, OptionSettings, ScoringSettings
 from regard.evaluate.evaluator import EvaluationOptions, EvaluationSettings
@@ -93,10 +94,11 @@ def test_signatures_list_the_fields_of_options(method, settings):
 def test_keywords_of_train_are_recipe_keys():
     parameters = inspect.signature(regard.train).parameters
     keys = {"data", "valid", "out", "settings", "recipe", "resume", "reporter"}
-    for name in parameters.keys() - keys:
-        tables = [table for table in (Recipe, Data, Text, Train) if name in table.model_fields]
-        assert len(tables) == 1, name
-        assert parameters[name].default is None
+    assert parameters.keys() - keys == TrainSettings.__annotations__.keys()
+    for name in TrainSettings.__annotations__:
+        (field,) = [table.model_fields[name] for table in (Recipe, Data, Text, Train) if name in table.model_fields]
+        assert parameters[name].default == field.default
+        assert f"{name}: {field.description}" in regard.train.__doc__
     assert next(iter(parameters)) == "recipe"
 
 
@@ -156,6 +158,7 @@ WRONG_CALLS = [
         "ensemble: of RUN, which is left out",
     ),
     (lambda run: regard.train(), "train: no training data: give data="),
+    (lambda run: regard.train(data="x.tsv", epoch=3), "train: no option 'epoch'; did you mean 'epochs'"),
     (lambda run: regard.train(data="x.tsv", settings={"lrr": 3}), "settings: lrr: no such key; did you mean 'lr'"),
     (lambda run: regard.train(data="x.tsv", settings={"lr": object()}), "settings: lr cannot be object"),
     (lambda run: regard.train(data="x.tsv", steps="many"), "train.steps: input should be a valid integer"),

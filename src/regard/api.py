@@ -11,7 +11,7 @@ from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import indent
-from typing import Any, ParamSpec, TypeVar, Unpack, get_type_hints
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ from regard.evaluate.evaluator import (
 from regard.inspect.trace import Trace, trace_image
 from regard.notebook import Results
 from regard.presets import changed_recipe
-from regard.recipe import Column, Recipe, load_recipe
+from regard.recipe import Column, Data, Recipe, Text, Train, key_paths, load_recipe
 from regard.run import Run
 from regard.suggest import closest
 from regard.tasks import TASKS, TaskName
@@ -382,6 +382,23 @@ class LoadedRun(Run):
         return vectors
 
 
+class TrainSettings(TypedDict, total=False):
+    """Keys of a recipe as keyword arguments of `train`, for editors and type checkers."""
+
+    task: TaskName
+    preset: str
+    columns: Sequence[Column]
+    source_tokens: str
+    target_tokens: str
+    minutes: float | None
+    steps: int | None
+    epochs: int | None
+    seed: int
+    workers: int
+    device: str
+    start_from: str | Path | None
+
+
 def load(path: str | Path, device: str | torch.device = "cpu", *, verify: bool = False) -> LoadedRun:
     """Open a run directory on a device: cpu, cuda, cuda:N, mps, or auto for a GPU if there is one.
 
@@ -390,27 +407,17 @@ def load(path: str | Path, device: str | torch.device = "cpu", *, verify: bool =
     return LoadedRun.load(path, choose_device(device) if isinstance(device, str) else device, verify)
 
 
+@checked_call(Recipe, Text, Data, Train, names=TrainSettings.__annotations__)
 def train(
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     out: str | Path = "run",
     *,
     data: Any = None,
     valid: Any = None,
-    columns: Sequence[Column] | None = None,
-    task: TaskName | None = None,
-    preset: str | None = None,
-    start_from: str | Path | None = None,
-    source_tokens: str | None = None,
-    target_tokens: str | None = None,
-    minutes: float | None = None,
-    steps: int | None = None,
-    epochs: int | None = None,
-    seed: int | None = None,
-    workers: int | None = None,
-    device: str | None = None,
     settings: Mapping[str, Any] | None = None,
     resume: bool = False,
     reporter: Reporter | None = None,
+    **keys: Unpack[TrainSettings],
 ) -> LoadedRun:
     """Train a model, write the run to `out` and open it. Without a `reporter` nothing is printed.
 
@@ -420,13 +427,10 @@ def train(
     """
     if isinstance(recipe, Recipe):
         recipe = recipe.model_dump(exclude_unset=True)
-    options: dict[str, Any] = {
-        "task": task, "preset": preset, "data.columns": columns, "text.source_tokens": source_tokens,
-        "text.target_tokens": target_tokens, "train.start_from": None if start_from is None else str(start_from),
-        "train.minutes": minutes, "train.steps": steps, "train.epochs": epochs, "train.seed": seed,
-        "train.workers": workers, "train.device": device,
-    }  # fmt: skip
-    options = {key: value for key, value in options.items() if value is not None}
+    options = {}
+    for key, value in keys.items():
+        if value is not None:
+            options[".".join(*key_paths(key))] = str(value) if isinstance(value, Path) else value
     changes = as_settings(settings)
     memory = {}
     # The task of the recipe decides how data in memory is read.

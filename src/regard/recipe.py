@@ -301,7 +301,7 @@ def assign(tables: dict[str, Any], setting: str) -> None:
         value = raw
     if key.count(".") >= MAX_DEPTH:
         raise UserError(f"--set {key[:40]}...: no such section")
-    for path in _paths(key):
+    for path in key_paths(key):
         if (part := put(tables, path, value)) is not None:
             raise UserError(f"--set {setting}: {part} is a value, not a table")
 
@@ -342,7 +342,7 @@ def setting_keys() -> list[str]:
     return [*setting_names(), *STACK_KEYS]
 
 
-def _paths(key: str) -> list[list[str]]:
+def key_paths(key: str) -> list[list[str]]:
     """The paths that a key of `--set` stands for: one, or one in each stack."""
     parts = key.split(".")
     if len(parts) > 1:

@@ -103,8 +103,7 @@ def _fit(order: _Order) -> TrainingReport:
             progress = setup.progress
             message = f"this run is finished ({progress.finished}); continue it with a larger budget"
             order.reporter.say(f"{order.path}: {message}")
-            metric = setup.recipe.train.metric
-            return TrainingReport(order.path, progress, metric, on_meta(setup.config).size)
+            return TrainingReport(order.path, progress, setup.recipe.train.metric, on_meta(setup.config).size)
         train = setup.recipe.train
         if group.size == 1 and train.workers > 1:
             job = {"run": str(order.path.absolute())}
@@ -224,7 +223,6 @@ def _finish(
 ) -> None:
     """Write the model card and the learning curve, prune closed head gates, choose alignment heads, and warn."""
     path = report.path
-    train = recipe.train
     reporter.close()
     write_model_card(
         path,
@@ -237,7 +235,7 @@ def _finish(
         signatures=validation.signatures,
     )
     best = report.progress.best
-    if train.l0 and best is not None:
+    if recipe.train.l0 and best is not None:
         reporter.say(prune_closed_gates(path, path / TRAINING / UNCUT))
     run = None
     if best is not None and TASKS[recipe.task].reads == "pairs":
@@ -246,5 +244,5 @@ def _finish(
         save_heads(path, choose_heads(run, prepared.valid_examples))
     for problem in find_problems(path, recipe, prepared, best, run):
         reporter.say(f"warning: {problem}")
-    value = "" if best is None else f": {format_score(train.metric, best.value)} on the validation examples"
+    value = "" if best is None else f": {format_score(report.metric, best.value)} on the validation examples"
     reporter.say(f"the model is in {path}{value}")
