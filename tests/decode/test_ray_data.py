@@ -71,7 +71,7 @@ def test_a_killed_command_continues_without_ray(toy: Path, tmp_path: Path) -> No
     process = start(tmp_path, *command, "--out", out)
     _, messages = process.communicate(timeout=300)
     assert process.returncode == 0, messages.decode()
-    assert "of 100 shards are done; going on with the others" in messages.decode()
+    assert "of 100 shards are done; continuing with the others" in messages.decode()
     assert out.read_bytes() == call(*command).out.encode()
 
 
