@@ -21,7 +21,7 @@ import typer.main
 
 from regard import __version__
 from regard.cli import READER
-from regard.cli.output import OutputClosed, flush
+from regard.cli.output import OutputClosed, out
 from regard.errors import UserError, is_out_of_memory
 from regard.suggest import closest, nearest, synonym
 
@@ -128,7 +128,7 @@ def run() -> int:
             stream.reconfigure(encoding="utf-8", errors="replace")
     try:
         code = typer.main.get_command(app)(standalone_mode=False, prog_name="regard")
-        flush()
+        out("", end="", flush=True)
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _fail(str(error), 2)
@@ -177,7 +177,7 @@ def _probable_option(name: str, command: Any) -> str:
 
 def _fail(message: str, code: int) -> int:
     try:
-        flush()
+        out("", end="", flush=True)
     except (UserError, OutputClosed):
         _drop_output()
     print(f"error: {message}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from dataclasses import replace
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ from regard.cli.options import (
     parse_decoding,
     with_options,
 )
-from regard.cli.output import flush, message, out as write, out_json
+from regard.cli.output import json_line, message, out as write, out_json
 from regard.cli.sharded import check_output, write_shards
 from regard.data.images import read_images
 from regard.decode.hypothesis import empty_hypothesis
@@ -77,7 +78,9 @@ def command(
     """
     paths = (run, *(ensemble or ()))
     request = GenerateJob(paths, file, options, engine, workers, threads, device, jsonl, json, prefix_column)
-    job = check_output(replace(request, workers=1) if stream else request, out, ray, stream)  # the work of this process
+    job = replace(request, workers=1) if stream else request  # the work of this process
+    if out is not None or ray is not None or "WORLD_SIZE" in os.environ:  # the variable is set by torchrun
+        job = check_output(job, out, ray, stream)
     decoding, engine_name = parse_decoding(options, engine)
     runs = open_runs(paths, job.device, threads)
     task = runs[0].task
@@ -104,9 +107,8 @@ def command(
         elif out is not None:
             write_shards(request, answerer, lines, out, ray)
         else:
-            for batch in lines.batches(answerer.options.window):
-                write(answerer.answer(lines, batch), end="")
-                flush()
+            for text in answerer.outputs(lines):
+                write(text, end="", flush=True)
     for remark in lines.remarks():
         message(remark)
 
@@ -116,24 +118,22 @@ def _stream(answerer: LineAnswerer, lines: InputLines) -> None:
     for line in (line for batch in lines.batches(answerer.options.window) for line in batch):
         if line.error:
             for text in answerer.shown(line, [empty_hypothesis({"error": line.error})]):
-                write(text)
-        else:
-            pieces = answerer.stream(line.request)
-            lines.unknown.count(pieces.unknown)
-            for piece in pieces:
-                if answerer.json:
-                    out_json({"line": line.number, **piece.as_dict()})
-                else:
-                    write(one_line(piece.text), end="")
-                flush()
-            assert pieces.hypothesis is not None
-            lines.note_flags(line, pieces.hypothesis.flags)
+                write(text, flush=True)
+            continue
+        pieces = answerer.stream(line.request)
+        lines.unknown.count(pieces.unknown)
+        for piece in pieces:
             if answerer.json:
-                for text in answerer.shown(line, [pieces.hypothesis]):
-                    write(text)
+                write(json_line({"line": line.number, **piece.as_dict()}), flush=True)
             else:
-                write(links(pieces.hypothesis))
-        flush()
+                write(one_line(piece.text), end="", flush=True)
+        assert pieces.hypothesis is not None
+        lines.note_flags(line, pieces.hypothesis.flags)
+        if answerer.json:
+            for text in answerer.shown(line, [pieces.hypothesis]):
+                write(text, flush=True)
+        else:
+            write(links(pieces.hypothesis), flush=True)
 
 
 def _print_image_labels(run: Run, file: str, json: bool) -> None:

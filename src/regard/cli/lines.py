@@ -260,6 +260,11 @@ class LineAnswerer(Answerer):
             lines.fields = [name for name in lines.fields if name in task.request_fields]
         return lines
 
+    def outputs(self, lines: InputLines) -> Iterator[str]:
+        """The output of all lines, a window at a time."""
+        for batch in lines.batches(self.options.window):
+            yield self.answer(lines, batch)
+
     def answer(self, lines: InputLines, batch: Sequence[InputLine]) -> str:
         """The output for a batch of `lines`, which counts unusable lines."""
         answers = (self._decode if "generate" in self.run.task.answers else self._label)(lines, batch)

@@ -21,9 +21,9 @@ def message(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def out(line: str, end: str = "\n") -> None:
+def out(line: str, end: str = "\n", flush: bool = False) -> None:
     with _report_errors():
-        sys.stdout.write(line + end)
+        print(line, end=end, flush=flush)
 
 
 def out_json(value: dict[str, Any]) -> None:
@@ -45,11 +45,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def flush() -> None:
-    with _report_errors():
-        sys.stdout.flush()
 
 
 @contextmanager

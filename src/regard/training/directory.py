@@ -206,12 +206,11 @@ def clear(run: Path, resume: bool) -> None:
     """Remove the files of a training that was stopped in its setup, except its data; without `resume`, refuse."""
     if is_run(run):
         raise UserError(f"{run}: contains a run; continue it with --resume, or choose another --out")
-    if not resume and stopped_in_setup(run) and len(_taken(run)) > 1:  # prepared data without other files is reused
-        raise UserError(
-            f"{run}: a training was stopped here before its first step; "
-            "repeat its command with --resume, or choose another --out"
-        )
-    for name in WRITTEN_BEFORE_CONFIG - {f"{TRAINING}/{DATA}"}:
+    taken = _taken(run)
+    if not resume and stopped_in_setup(run) and len(taken) > 1:  # prepared data without other files is reused
+        advice = "repeat its command with --resume, or choose another --out"
+        raise UserError(f"{run}: a training was stopped here before its first step; {advice}")
+    for name in WRITTEN_BEFORE_CONFIG.intersection(taken) - {f"{TRAINING}/{DATA}"}:
         files.remove(run / name)
 
 
@@ -224,10 +223,11 @@ def begun_by(run: Path, launchers: Collection[str]) -> bool:
 
 def remember_launchers(run: Path, launchers: Collection[str]) -> None:
     """Record the launchers that may resume the run automatically after a failure."""
+    file = run / TRAINING / LAUNCHERS
     if launchers:
-        files.write_json(run / TRAINING / LAUNCHERS, sorted(launchers))
+        files.write_json(file, sorted(launchers))
     else:
-        files.remove(run / TRAINING / LAUNCHERS)
+        file.unlink(missing_ok=True)
 
 
 def save_recipe(recipe: Recipe, run: Path) -> None:
