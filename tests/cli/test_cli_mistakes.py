@@ -153,6 +153,7 @@ INTERNAL_NAMES = (
         ("info transformer-tiny --set model.encoder=5", "encoder must be a table of keys and values, not 5"),
         ("generate words.txt run", "words.txt: is a file, not a run directory; a run is named first, files after it"),
         ("generate run hello", "hello: no such file; a text itself goes to standard input: echo hello | regard ..."),
+        ("generate run hello --out x", "hello: no such file; a text itself goes to standard input: echo hello | reg"),
         ("generate run words.txt --nbest 3", "nbest 3 needs a beam at least as wide, not 1, or sample"),
         (
             "evaluate run words.txt",

@@ -88,6 +88,9 @@ class InputLines:
     def __init__(
         self, path: str, codec: Codec, prefix_column: bool = False, prompts: bool = False, jsonl: bool = False
     ) -> None:
+        if path != STDIN and not os.path.exists(path):
+            hint = f"a text itself goes to standard input: echo {shlex.quote(path)} | regard ..."
+            raise UserError(f"{path}: no such file; {hint}")
         self.path = path
         self.jsonl = jsonl or format_of(path) == "jsonl"
         self.counter = LineCounter()
@@ -182,9 +185,6 @@ class InputLines:
 def _is_file(path: str) -> bool:
     try:
         return S_ISREG((os.fstat(sys.stdin.fileno()) if path == STDIN else os.stat(path)).st_mode)
-    except FileNotFoundError:
-        hint = f"a text itself goes to standard input: echo {shlex.quote(path)} | regard ..."
-        raise UserError(f"{path}: no such file; {hint}") from None
     except (OSError, ValueError, AttributeError):
         # The reader reports the problem. A stdin without a file number is not a pipe; a closed stdin is None.
         return True
