@@ -232,7 +232,7 @@ def test_error_under_torchrun_is_reported_once(pairs: Path, tmp_path: Path) -> N
     process = subprocess.run(
         [*TORCHRUN, recipe, "--out", tmp_path / "new"], capture_output=True, text=True, check=False
     )
-    assert process.stderr.count("train.workers: 3 asked for, but 2 processes were started") == 1
+    assert process.stderr.count("train.workers: is 3, but 2 processes were started") == 1
     assert not (tmp_path / "new").exists()
 
 
