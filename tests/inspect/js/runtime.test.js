@@ -65,7 +65,8 @@ test("products: the result of a row does not depend on the other rows", () => {
   const single = (r) => kernel.linear(x.subarray(r * width, (r + 1) * width), 1, matrix);
   for (let rows = 1; rows <= most; rows++) {
     const y = kernel.linear(x.subarray(0, rows * width), rows, matrix);
-    for (let r = 0; r < rows; r++) assert.deepEqual(y.slice(r * outs, (r + 1) * outs), single(r), `row ${r} of ${rows}`);
+    for (let r = 0; r < rows; r++)
+      assert.deepEqual(y.slice(r * outs, (r + 1) * outs), single(r), `row ${r} of ${rows}`);
   }
 });
 
