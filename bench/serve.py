@@ -228,7 +228,7 @@ def stop(options: argparse.Namespace, lines: list[str]) -> None:
     show("stop", times=options.rounds, statuses=counts(statuses), lost=lost, lost_after=after, exit_codes=codes)
 
 
-HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 
 
 STALLS = {  # name -> (data sent first, data sent every half second)
@@ -236,7 +236,8 @@ STALLS = {  # name -> (data sent first, data sent every half second)
     "half a header": (HEAD + b"X-A: b", b""),
     "trickled header": (HEAD + b"X-A: b", b"b"),
     "trickled body": (HEAD + b"Content-Length: 1000\r\n\r\n{", b" "),
-    "slow reader": (b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000, b""),  # more than the socket buffers hold
+    # more than the socket buffers hold
+    "slow reader": (b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 1000, b""),
 }
 
 

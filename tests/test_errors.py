@@ -252,3 +252,22 @@ def test_running_out_of_memory_is_a_user_error(monkeypatch):
     result = call("generate", "runs/none", stdin="a\n")
     assert result.code == 2 and "fault" not in result.err and "GPU 0" not in result.err
     assert "error: not enough memory: CUDA out of memory" in result.err and "--batch-tokens" in result.err
+
+
+def test_long_names_are_neither_compared_nor_repeated(monkeypatch):
+    monkeypatch.setattr("regard.suggest._candidates", None)
+    long = "preset" * 20_000
+    assert nearest(long, ["preset"]) is None and closest(long, ["preset"]) == ""
+    for use in (
+        lambda: call("info", "transformer-base", "--set", f"{long}=1"),
+        lambda: call(long),
+        lambda: Options.of(**{long: 1}),
+        lambda: choose_device(long),
+        lambda: parse_scheme(long, "tokens"),
+        lambda: assign({}, f"{long}=1"),
+    ):
+        try:
+            message = str(use())
+        except UserError as error:
+            message = str(error)
+        assert "preset" in message and len(message) < 3000

@@ -90,7 +90,7 @@ def checked_call(*values: type[BaseModel], names: Iterable[str] = ()) -> Callabl
             for name in keywords:
                 if name not in known:
                     hint = f"{closest(name, known)} (known: {', '.join(known)})"
-                    raise UserError(f"{function.__name__}: no option {name!r}{hint}")
+                    raise UserError(f"{function.__name__}: no option {name!r:.100}{hint}")
             try:
                 full.bind(*args, **keywords)
             except TypeError as error:

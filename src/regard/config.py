@@ -402,7 +402,7 @@ def mistakes(kind: type[BaseModel], error: ValidationError, where: str) -> UserE
 def explain(kind: type[BaseModel], item: dict[str, Any]) -> str:
     """Describe an error of pydantic about a value of this kind in a line that starts with its key."""
     path = [str(part) for part in item["loc"]]
-    key = ".".join(path)
+    key = ".".join(f"{part:.100}" for part in path)
     if item["type"] == "value_error":
         return f"{key}: {item['ctx']['error']}" if key else str(item["ctx"]["error"])
     if item["type"] == "extra_forbidden":

@@ -43,7 +43,7 @@ def choose_device(request: str, local_rank: int = 0) -> torch.device:
     """The device with this name; `auto` selects a GPU if one is available."""
     kind, colon, index = request.partition(":")
     if kind not in DEVICES or (colon and kind != "cuda"):
-        raise UserError(f"device: must be auto, cpu, cuda, cuda:N or mps, not {request!r}{closest(kind, DEVICES)}")
+        raise UserError(f"device: must be auto, cpu, cuda, cuda:N or mps, not {request!r:.100}{closest(kind, DEVICES)}")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if kind == "cuda":

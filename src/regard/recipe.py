@@ -176,7 +176,7 @@ class Train(Value):
     def _device(cls, device: str) -> str:
         kind = device.split(":")[0]
         if kind not in DEVICES:
-            raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r}{closest(kind, DEVICES)}")
+            raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r:.100}{closest(kind, DEVICES)}")
         return device
 
 
@@ -351,11 +351,12 @@ def key_paths(key: str) -> list[list[str]]:
         if parts[0] in ("rotary", "axial", "lsh"):
             return _in_both_stacks(*parts)
         if parts[0] not in ("model", *SECTIONS):
-            raise UserError(f"--set {key}: no such section{closest(parts[0], ['model', *SECTIONS])}")
+            raise UserError(f"--set {key:.100}: no such section{closest(parts[0], ['model', *SECTIONS])}")
         if parts[0] == "model" and len(parts) == 2:
             known = [*Stack.model_fields, *Config.model_fields]
             if parts[1] not in known:
-                raise UserError(f"--set {key}: the model has no such key{closest(parts[1], [*known, *STACK_KEYS])}")
+                near = closest(parts[1], [*known, *STACK_KEYS])
+                raise UserError(f"--set {key:.100}: the model has no such key{near}")
             return _in_both_stacks(parts[1]) if parts[1] in Stack.model_fields else [parts]
         return [parts]
     if key in ("preset", "task"):
@@ -364,7 +365,7 @@ def key_paths(key: str) -> list[list[str]]:
     if key in {**Stack.model_fields, **Config.model_fields}:
         homes.append(f"model.{key}")
     if not homes:
-        raise UserError(f"--set {key}: no such key{closest(key, setting_keys())}")
+        raise UserError(f"--set {key:.100}: no such key{closest(key, setting_keys())}")
     if len(homes) > 1:
         raise UserError(f"--set {key}: could mean {' or '.join(homes)}; write one of them")
     return _in_both_stacks(key) if key in Stack.model_fields else [homes[0].split(".")]

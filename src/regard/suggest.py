@@ -11,7 +11,7 @@ from pathlib import Path
 
 from regard.errors import UserError
 
-MAX_COMPARED_LENGTH = 100  # the time of a comparison grows with the square of the length
+MAX_COMPARED_LENGTH = 100  # the time of a comparison grows with the square of the length; messages show as much
 MIN_SIMILARITY = 0.6
 
 
@@ -53,6 +53,8 @@ def _candidates(word: str) -> list[str]:
 
 def synonym(word: str, allowed: Iterable[str]) -> str | None:
     """The allowed name with the same meaning, or with the same spelling except for case and separators."""
+    if len(word) > MAX_COMPARED_LENGTH:
+        return None
     names = {_normalise(name): name for name in allowed}
     return next((names[name] for name in _candidates(word) if name in names), None)
 
@@ -60,7 +62,9 @@ def synonym(word: str, allowed: Iterable[str]) -> str | None:
 def nearest(word: str, allowed: Iterable[str], similarity: float = MIN_SIMILARITY) -> str | None:
     """The allowed name that was probably meant: a synonym, or else the one with the most similar spelling."""
     names = list(allowed)
-    if (same := synonym(word, names)) is not None or len(word) > MAX_COMPARED_LENGTH:
+    if len(word) > MAX_COMPARED_LENGTH:
+        return None
+    if (same := synonym(word, names)) is not None:
         return same
     short = [name for name in names if len(name) <= MAX_COMPARED_LENGTH]
     return next(iter(difflib.get_close_matches(word, short, n=1, cutoff=similarity)), None)
@@ -75,4 +79,4 @@ def closest(word: str, allowed: Iterable[str]) -> str:
 def one_of(what: str, word: str, allowed: Iterable[str]) -> UserError:
     """The error for a name that is not allowed."""
     names = sorted(allowed)
-    return UserError(f"{what}: {word!r} is not known{closest(word, names)}\n  allowed: {', '.join(names)}")
+    return UserError(f"{what}: {word!r:.100} is not known{closest(word, names)}\n  allowed: {', '.join(names)}")

@@ -197,7 +197,7 @@ def test_disconnecting_client_cancels_its_request(client):
     body = json.dumps({"run": "toy", "inputs": ["abcd" * 20] * 200, "beam": 20, "min_length": 200, "max_length": 250})
     with socket.create_connection(("127.0.0.1", client.server.port)) as connection:
         connection.sendall(
-            b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode())
         )
         service = client.server.service

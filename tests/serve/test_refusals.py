@@ -8,12 +8,13 @@ import socket
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlencode
 
 import pytest
 
 from kit.models import letters
 from kit.server import serving
-from regard.serve.bodies import SMALL_BODY_BYTES, GenerateBody
+from regard.serve.bodies import GenerateBody, key_in_body
 
 KEY = "k" * 20
 ADMIN = "a" * 20
@@ -47,6 +48,8 @@ INVALID_BODIES = [
     ({"inputs": "a", "run": "toy", "window": 3}, 422, "set by the server"),
     (b'{"inputs": "\\ud800", "run": "toy"}', 400, "not JSON"),
     (b"[1, 2", 400, "not JSON"),
+    (b'{"inputs": "a", "beam": 1, "beam": 2}', 422, "beam: occurs twice"),
+    (b'{"inputs": [{"source": "a", "source": "b"}]}', 422, "source: occurs twice"),
     (b"\xff\xfe", 400, "not JSON"),
     (b"[" * 100_000, 400, ""),
     (b'{"inputs": "a", "temperature": NaN}', 422, ""),
@@ -70,12 +73,12 @@ def test_unknown_paths_methods_and_content_types_are_refused(client):
     assert client.get("/health/live").status == client.get("/health/ready").status == 200
 
 
-POST = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+POST = b"POST /translate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 
 
 INVALID_REQUESTS = {
-    "a long header": (b"GET /health/live HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 20_000 + b"\r\n\r\n", 431),
-    "a long path": (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+    "a long header": (b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+    "a long path": (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 431),
     "many headers": (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(500)) + b"\r\n", 400),
     "another protocol": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
     "half a body": (POST + b"Content-Length: 99\r\n\r\n{", 408),
@@ -128,7 +131,7 @@ BODIES_WITH_TOO_MANY_VALUES = [
 @pytest.mark.parametrize("body", BODIES_WITH_TOO_MANY_VALUES, ids=lambda x: str(x)[:40])
 def test_body_with_too_many_values_is_refused_before_validation(client, body, monkeypatch):
     monkeypatch.setattr(GenerateBody, "model_validate_json", None)
-    reply = client.post("/v1/generate", {"padding": "a" * SMALL_BODY_BYTES} | body)
+    reply = client.post("/v1/generate", body)
     assert reply.status == 413 and "at most" in reply.json["error"]["message"].replace("more than", "at most")
 
 
@@ -175,6 +178,81 @@ def test_requests_without_a_key_are_refused_except_for_health(runs, tmp_path):
         assert client.post("/v1/runs/reload", {}, Authorization=f"Bearer {ADMIN}").status == 200
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"x": 1',
+        b'{"q": "a", "api_key": "wrong-wrong-wrong"}',
+        b'{"q": "a", "api_key": "%s"}' % KEY[:-1].encode(),
+        b'{"api_key": 5}',
+        b'{"%s": 1}' % (b"k" * 990_000),
+        b"[" * 100_000,
+        b'"api_key":"' * 80_000,
+    ],
+    ids=lambda body: str(body)[:40],
+)
+def test_body_without_a_key_is_not_parsed(runs, tmp_path, body, monkeypatch):
+    monkeypatch.setattr("regard.serve.bodies.parse_body", None)
+    (tmp_path / "keys").write_text(KEY)
+    with serving({"toy": runs["toy"]}, keys=str(tmp_path / "keys")) as client:
+        for path in ("/translate", "/v1/generate", "/nothing"):
+            reply = client.post(path, body)
+            assert reply.status == 401 and len(reply.body) < 300, reply.body
+
+
+def test_key_in_a_body_is_found_in_json_and_forms():
+    key = "/a+b=c&d" * 3
+    form = f'--x\r\nContent-Disposition: form-data; name="api_key"\r\n\r\n{key}\r\n--x--\r\n'
+    for body in (json.dumps({"q": '"api_key":"', "api_key": key}), urlencode({"q": "a", "api_key": key}), form):
+        assert key_in_body(body.encode()) == key
+    assert key_in_body(json.dumps({"api_key": key}).replace("/", "\\/").encode()) == key
+    assert key_in_body(b"") == key_in_body(b'{"q": "api_key"}') == ""
+
+
+def test_long_names_are_not_repeated_in_errors(client):
+    for body in ({"inputs": "a", "k" * 100_000: 1}, {"inputs": [{"source": "a", "k" * 100_000: 1}]}):
+        reply = client.post("/v1/generate", body)
+        assert reply.status == 422 and "k" * 100 in reply.json["error"]["message"] and len(reply.body) < 2000
+    assert len(client.post("/v1/generate", {"inputs": "a", "run": "k" * 200}).body) < 300
+    assert len(client.get("/" + "k" * 5000).body) < 300
+
+
+HOSTS = [
+    ("localhost", True), ("LOCALHOST.:80", True), ("a.localhost:9", True), ("127.0.0.1", True), ("10.1.2.3:80", True),
+    ("[::1]:8000", True), ("", True), (socket.gethostname(), True), ("models.example", True), ("MODELS.example", True),
+    ("evil.example", False), ("evil.example:8000", False), ("localhost.evil.example", False), ("127.0.0.1.evil", False),
+    ("a@localhost:80:80", False), ("models.example.evil", False), ("notlocalhost", False), ("e" * 5000, False),
+]  # fmt: skip
+
+
+def test_pages_of_other_host_names_are_refused_without_keys(runs, tmp_path):
+    """DNS rebinding: the page of a web site whose name leads to this machine."""
+    with serving({"toy": runs["toy"]}, host_name=("Models.example",)) as client:
+        for host, known in HOSTS:
+            for reply in (
+                client.get("/v1/models", Host=host, Origin=f"http://{host}"),
+                client.post("/v1/generate", {"inputs": "a"}, Host=host, Origin=f"http://{host}"),
+            ):
+                assert reply.status == (200 if known else 421), (host, reply.body)
+                assert known or ("--host-name NAME" in reply.json["error"]["message"] and len(reply.body) < 400)
+            assert client.get("/health/live", Host=host).status == 200
+    with serving({"toy": runs["toy"]}, host_name=("*",)) as client:
+        assert client.get("/v1/models", Host="evil.example").status == 200
+    (tmp_path / "keys").write_text(KEY)
+    with serving({"toy": runs["toy"]}, keys=str(tmp_path / "keys")) as client:
+        assert client.get("/v1/models", Host="evil.example").status == 401
+        assert client.get("/v1/models", Host="evil.example", Authorization=f"Bearer {KEY}").status == 200
+
+
+def test_no_answer_names_versions_of_software(client):
+    answers = [client.get("/"), client.get("/nothing"), client.post("/v1/generate", {"inputs": "a", "stream": True})]
+    assert {answer.headers["Server"] for answer in answers} == {"regard"}
+    with socket.create_connection(("127.0.0.1", client.server.port), timeout=20) as connection:
+        connection.sendall(b"not HTTP\r\n\r\n")
+        head = b"".join(iter(lambda: connection.recv(65_536), b""))
+    assert b"Server: regard\r\n" in head and b"iohttp" not in head
+
+
 def test_only_configured_origins_are_allowed(runs):
     with serving({"toy": runs["toy"]}, cors=("https://a.example",)) as client:
         allowed = client.get("/v1/models", Origin="https://a.example").headers
@@ -207,9 +285,9 @@ def test_request_past_its_deadline_is_answered_and_stopped(runs):
 
 STALLS = {
     "silent": b"",
-    "half a header": b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nX-A: b",
+    "half a header": b"POST /v1/generate HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b",
     "half a body": (
-        b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        b"POST /v1/generate HTTP/1.1\r\nHost: 10.1.2.3\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     ),
 }
 

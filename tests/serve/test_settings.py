@@ -67,5 +67,7 @@ def test_invalid_precision_proxy_and_max_inputs_are_refused():
         ServeSettings(precision="int8").check(Keys())
     with pytest.raises(UserError, match="not an address"):
         ServeSettings(proxy=("here",))
+    with pytest.raises(UserError, match=r"'http://a.example' is not a name"):
+        ServeSettings(host_name=("a.example", "http://a.example"))
     with pytest.raises(UserError, match=r"max_inputs: .* 10000, not 10001"):
         ServeSettings(max_inputs=10_001)

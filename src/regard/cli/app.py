@@ -52,7 +52,7 @@ class LazyGroup(typer.core.TyperGroup):
         if args[0] not in VERBS and not args[0].startswith("-"):
             hint = "; a verb comes first" if os.path.exists(args[0]) else closest(args[0], VERBS)
             verbs = f"verbs: {', '.join(VERBS)}\n  more: regard --help"
-            raise UserError(f"regard has no verb {args[0]!r}{hint}\n  {verbs}")
+            raise UserError(f"regard has no verb {args[0]!r:.100}{hint}\n  {verbs}")
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and ctx.resilient_parsing:  # shell completion
             from regard.cli.completion import VerbCompletion
@@ -144,7 +144,7 @@ def run() -> int:
             path = context.command_path if context else "regard"
             text = usage_message()
             if context is not None and (name := getattr(error, "option_name", "")) and hasattr(error, "possibilities"):
-                text = f"no such option: {name}{_probable_option(name, context.command)}"
+                text = f"no such option: {name:.100}{_probable_option(name, context.command)}"
             return _fail(f"{text}\n  more: {path} --help", 2)
         if isinstance(error, OSError) and error.filename is None and error.errno in DISK_ERRORS:
             return _fail(f"cannot write the output: {error.strerror}", 2)

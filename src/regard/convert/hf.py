@@ -214,14 +214,14 @@ def identify(hf: Fields) -> tuple[Family, str]:
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = f"{closest(str(model_type), FAMILIES)}\n  known: {', '.join(sorted(FAMILIES))}"
-        raise UserError(f"{hf.where}: model_type {model_type!r} is not known{supported}")
+        raise UserError(f"{hf.where}: model_type {model_type!r:.100} is not known{supported}")
     family = FAMILIES[model_type]
     known = list(family.architectures)
     names = hf.get("architectures", [])
     name = names[0] if isinstance(names, list) and names else known[0]
     if name not in known:
         supported = f"{closest(str(name), known)}\n  supported for {model_type}: {', '.join(known)}"
-        raise UserError(f"{hf.where}: architectures {name!r} is not supported{supported}")
+        raise UserError(f"{hf.where}: architectures {name!r:.100} is not supported{supported}")
     return family, name
 
 

@@ -152,8 +152,8 @@ class ParquetSource(JsonlSource):
         for key in self.keys:
             if key not in known:
                 raise UserError(
-                    f"{self.name}: has no column {key!r}{closest(key, known)}\n  columns: {', '.join(known)}; name "
-                    f"the ones to read with --set column_names=[...], in the order {','.join(self.columns)}"
+                    f"{self.name}: has no column {key!r:.100}{closest(key, known)}\n  columns: {', '.join(known)}; "
+                    f"name the ones to read with --set column_names=[...], in the order {','.join(self.columns)}"
                 )
 
     def hint(self, counter: LineCounter) -> str:

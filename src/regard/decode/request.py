@@ -294,7 +294,7 @@ def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request
                 f" {', '.join(fields)}"
             )
         if near := nearest(key, missing, MIN_SIMILARITY):
-            raise UserError(f"{key}: no such key; did you mean {near!r}?")
+            raise UserError(f"{key:.100}: no such key; did you mean {near!r}?")
     if "source" not in values:
         raise UserError(f"source: is required; a request has {', '.join(fields)}, and keys of your own")
     return Request(**values)

@@ -38,7 +38,8 @@ def find_taps(model: nn.Module, pattern: str) -> dict[str, Tap]:
     if not matching:
         names = sorted(known)
         some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
-        raise UserError(f"no hook point of this model is named {pattern!r}{closest(pattern, names)}\n  known: {some}")
+        near = closest(pattern, names)
+        raise UserError(f"no hook point of this model is named {pattern!r:.100}{near}\n  known: {some}")
     return matching
 
 

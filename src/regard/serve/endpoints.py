@@ -105,22 +105,30 @@ class Endpoints:
         authorized = not self._keys.any or self._keys.allows(key)
         if not authorized and access in ("key", "admin"):
             raise Refused(401, "a key is required, as the header Authorization: Bearer KEY")
+        if access != "open" and not self._keys.any:
+            self._check_host(headers)
         if not methods:
-            raise Refused(404, f"{method} {path[:200]}: no such path")
+            raise Refused(404, f"{method:.100} {path:.100}: no such path")
         route = methods.get(method)
         if route is None:
             allowed = ", ".join(methods)
-            raise Refused(405, f"{method} {path}: allowed methods: {allowed}", allow=allowed)
+            raise Refused(405, f"{method:.100} {path}: allowed methods: {allowed}", allow=allowed)
         if access == "admin" and not self._keys.allows_admin(key):
             raise Refused(403, "an admin key is required (a line 'admin KEY' in the file of --keys)")
         if route.body is None:
             return await route.handle()
         if access != "admin":
             self._handlers.check_room()  # before the body is read
-        body = bodies.parse_body(route.body, await self._read(headers, read), self._handlers.settings.max_inputs)
-        if not authorized and access == "key or body" and not self._keys.allows(getattr(body, "api_key", "")):
+        data = await self._read(headers, read)
+        if not authorized and not self._keys.allows(bodies.key_in_body(data)):  # before the body is parsed
             raise Refused(401, "a key is required: api_key, or the header Authorization: Bearer KEY")
-        return await route.handle(body)
+        return await route.handle(bodies.parse_body(route.body, data, self._handlers.settings.max_inputs))
+
+    def _check_host(self, headers: Mapping[str, str]) -> None:
+        """Refuse names of other web sites: their pages reach this server if their DNS server returns its address."""
+        if not self._handlers.settings.is_own_host(host := headers.get("host", "")):
+            advice = "start the server with --host-name NAME for each of its names, or use its address"
+            raise Refused(421, f"Host: {host!r:.100} is not a name of this server; {advice}")
 
     async def _read(self, headers: Mapping[str, str], read: Callable[[], Awaitable[bytes]]) -> bytes:
         """The body of a request, if it is JSON and not too long."""

@@ -40,7 +40,7 @@ class Handlers:
         runs = self.service.runs
         if name is not None:
             if name not in runs:
-                raise Refused(404, f"run: no run {name!r}{closest(name, runs)} (runs: {', '.join(runs)})")
+                raise Refused(404, f"run: no run {name!r:.100}{closest(name, runs)} (runs: {', '.join(runs)})")
             kinds = runs[name]["kinds"]
             if kind not in kinds:
                 task = runs[name]["task"]
@@ -196,7 +196,8 @@ class Handlers:
             return name
         if not models:
             raise Refused(404, "model: no run is a language model; use /v1/generate")
-        raise Refused(404, f"model: no language model {name!r}{closest(name, models)} (models: {', '.join(models)})")
+        known = f"{closest(name, models)} (models: {', '.join(models)})"
+        raise Refused(404, f"model: no language model {name!r:.100}{known}")
 
     async def models(self) -> web.Response:
         """List runs with their kinds of answers, in the form of OpenAI."""

@@ -30,7 +30,8 @@ from regard.serve.settings import Keys, Seconds, ServeSettings, named_runs
 DEPLOYMENT = "regard"
 HEADERS = {"X-Content-Type-Options": "nosniff"}
 SHARED_SETTINGS = (
-    "keys", "threads", "engine", "precision", "beam", "queue", "max_body", "max_inputs", "max_work", "deadline",
+    "keys", "host_name", "threads", "engine", "precision", "beam", "queue", "max_body", "max_inputs", "max_work",
+    "deadline",
 )  # fmt: skip
 
 
@@ -57,8 +58,8 @@ class DeploymentSettings(ServeSettings):
         texts = {name: value for name, value in data.items() if isinstance(value, str)}
         numeric = {name: text for name, text in texts.items() if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text)}
         numbers = {name: float(text) if "." in text else int(text) for name, text in numeric.items()}
-        runs = {"runs": [part for part in texts["runs"].split(",") if part]} if "runs" in texts else {}
-        return {**data, **numbers, **runs}
+        lists = {name: texts[name].split(",") for name in ("runs", "host_name") if name in texts}
+        return {**data, **numbers, **{name: [part for part in parts if part] for name, parts in lists.items()}}
 
     def problems(self) -> Iterator[Problem]:
         for name in ServeSettings.model_fields:

@@ -15,9 +15,11 @@ from regard.inspect.page import COLOURS, escaped_json, fill_template, page_hashe
 
 CODES = {
     400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
-    408: "request_timeout", 413: "too_large", 415: "unsupported_media_type", 422: "invalid", 429: "queue_full",
+    408: "request_timeout", 413: "too_large", 415: "unsupported_media_type", 421: "unknown_host", 422: "invalid",
+    429: "queue_full",
     431: "headers_too_large", 500: "internal", 503: "unavailable", 504: "deadline",
 }  # fmt: skip
+HEADERS = {"X-Content-Type-Options": "nosniff", "Server": "regard"}  # without aiohttp's versions
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 # URL path -> file of regard/web
 ASSETS = {"/": "server/index.html", "/docs": "server/docs.html"} | {
@@ -91,7 +93,7 @@ def error_response(refused: Refused) -> web.Response:
 
 def common_headers(request: web.BaseRequest, origins: Collection[str], closing: bool) -> dict[str, str]:
     """The headers of every answer; pages of `origins` may read it."""
-    headers = {"X-Content-Type-Options": "nosniff"}
+    headers = dict(HEADERS)
     origin = request.headers.get("Origin", "")
     if origin in origins:
         headers["Access-Control-Allow-Origin"] = origin

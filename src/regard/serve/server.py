@@ -31,6 +31,7 @@ from regard.serve.pool import INTERNAL_ERROR, PoolSettings
 from regard.serve.responses import (
     ASSETS,
     CODES,
+    HEADERS,
     EventStream,
     Refused,
     asset_response,
@@ -236,6 +237,7 @@ class Protocol(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("a part of the answer was sent")
         response = error_response(Refused(status if status in CODES else 500, text))
+        response.headers.update(HEADERS)
         response.force_close()
         return response
 

@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 import os
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,9 @@ class ServeSettings(Value):
         metavar="FILE",
     )
     public: bool = option(False, "Accept requests from other machines without API keys.")
+    host_name: tuple[str, ...] = option(
+        (), "Name by which clients may reach a server without keys; '*': any name. Repeatable.", metavar="NAME"
+    )
     cors: tuple[str, ...] = option((), "Web site whose pages may send requests. Repeatable.", metavar="ORIGIN")
     proxy: tuple[str, ...] = option(
         (), "Trusted proxy, or network of proxies, for X-Forwarded-For. Repeatable.", metavar="ADDRESS"
@@ -61,6 +65,14 @@ class ServeSettings(Value):
     send: Seconds = option(20.0, "Seconds for a client to read an answer.")
     drain: Seconds = option(30.0, "Seconds to finish requests after a SIGTERM.")
 
+    @field_validator("host_name")
+    @classmethod
+    def _host_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not re.fullmatch(r"[\w.-]+|\*", name):
+                raise ValueError(f"{name!r:.100} is not a name like models.example.org, or '*' for any name")
+        return names
+
     @field_validator("proxy")
     @classmethod
     def _networks(cls, proxies: tuple[str, ...]) -> tuple[str, ...]:
@@ -70,6 +82,13 @@ class ServeSettings(Value):
             except ValueError:
                 raise ValueError(f"{text!r} is not an address like 10.0.0.1 or a network like 10.0.0.0/8") from None
         return proxies
+
+    def is_own_host(self, header: str) -> bool:
+        """Whether a Host header has an address, a local name, or a name of this server."""
+        host = re.sub(r":\d*$", "", header).strip("[]").rstrip(".").lower()
+        if not host or is_address(host) or host == "localhost" or host.endswith(".localhost"):
+            return True
+        return "*" in self.host_name or host in map(str.lower, (*self.host_name, self.host, socket.gethostname()))
 
     def check(self, keys: Keys) -> None:
         """Refuse a public host without keys or `public`, and a precision that the engine lacks."""

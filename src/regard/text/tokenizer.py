@@ -75,7 +75,7 @@ def parse_scheme(request: str, where: str = "tokens") -> Scheme:
             )
         return Scheme(kind, int(number))
     near = closest(kind, ("auto", *SIMPLE, *LEARNED))
-    raise UserError(f"{where}: {request!r} is not a tokenization scheme{near}\n  allowed: {ALLOWED}")
+    raise UserError(f"{where}: {request!r:.100} is not a tokenization scheme{near}\n  allowed: {ALLOWED}")
 
 
 def pre_tokenizer(kind: str) -> Any:

@@ -126,7 +126,7 @@ def select_trained(model: Model, train: Train, fresh: tuple[str, ...]) -> str | 
     for part in train.parts or ():
         if not any(_within(name, part) for name in names):
             prefixes = sorted({".".join(name.split(".")[:n]) for name in names for n in range(1, 6)})
-            raise UserError(f"train.parts: the model has no part {part!r}{closest(part, prefixes)}")
+            raise UserError(f"train.parts: the model has no part {part!r:.100}{closest(part, prefixes)}")
     adapters = _add_adapters(model, train) if train.lora else []
     partial = bool(train.lora) or train.parts is not None
     if partial:
