@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from regard import files
 from regard.batch import Pixels
 from regard.config import Config, Count, Id, Stack, Value, parse
+from regard.data.statistics import Statistics
 from regard.errors import UserError, plural
 from regard.model import Model, allocate, on_meta
 from regard.nn.primitives import PackedWeights
@@ -34,9 +35,10 @@ FORMAT = 1
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 HEADS = "alignment.json"  # the attention heads that give alignments
+STATISTICS = "statistics.json"  # of the data
 RECIPE = "recipe.toml"
 CHAT_TEMPLATE = "chat_template.jinja"  # of a converted model, for other programs
-READ = (CONFIG, WEIGHTS, HEADS, *TOKENIZERS)  # files that loading and decoding read
+READ = (CONFIG, WEIGHTS, HEADS, STATISTICS, *TOKENIZERS)  # files that loading and decoding read
 
 
 class Generation(Value):
@@ -70,6 +72,7 @@ class Run:
     pixels: Pixels | None = None
     task_name: TaskName | None = None  # None: inferred from the model
     generation: Generation = field(default_factory=Generation)
+    statistics: Statistics = field(default_factory=Statistics)  # defaults for a run without the file
     packed: PackedWeights = field(default_factory=PackedWeights, init=False, repr=False, compare=False)
 
     @property
@@ -140,7 +143,10 @@ class Run:
         _require_rows(path, config.model, config.text.sizes or ())
         codec = Codec.load(path, config.text)
         _require_rows(path, config.model, (codec.source_vocab, codec.target_vocab))
-        settings = (config.labels, config.pixels, config.task, config.generation)
+        statistics = Statistics()
+        if (path / STATISTICS).is_file():
+            statistics = parse(Statistics, files.read_json(path / STATISTICS), str(path / STATISTICS))
+        settings = (config.labels, config.pixels, config.task, config.generation, statistics)
         return cls(config.model, codec, model.eval(), path, *settings)
 
     def save(self, path: str | Path) -> None:
@@ -155,8 +161,10 @@ class Run:
             pixels=self.pixels,
             generation=self.generation,
         )
-        with files.rewriting(path, CONFIG, WEIGHTS, *TOKENIZERS):
+        with files.rewriting(path, CONFIG, WEIGHTS, STATISTICS, *TOKENIZERS):
             files.write_json(path / CONFIG, config.model_dump(mode="json"))
+            if self.statistics != Statistics():
+                files.write_json(path / STATISTICS, self.statistics.model_dump(mode="json"))
             self.codec.save(path)
             save_weights(weights_of(self.model), path / WEIGHTS)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from kit.decoding import run_of
+from regard.data.statistics import OutputLimits, Statistics
 from regard.decode.engine import generate
-from regard.decode.hypothesis import Alignment, attention_flags, longest_loop, output_flags
+from regard.decode.hypothesis import Alignment, attention_flags, output_flags
 from regard.decode.request import Options
 from regard.errors import plural
+from regard.text.codec import longest_loop
 
 
 @given(st.lists(st.integers(4, 9), max_size=4), st.lists(st.integers(4, 9), min_size=1, max_size=3), st.integers(8, 12))
@@ -31,17 +35,29 @@ def test_distinct_tokens_are_not_a_loop(ids: list[int]) -> None:
         ([5] * 9, 9, -0.1, "repetition", "1 token repeated 9 times"),
         (list(range(4, 40)), 4, -0.1, "length_ratio", "36 tokens for a source of 4"),
         ([5], 40, -0.1, "length_ratio", "only 1 token for a source of 40"),
+        ([], 4, -0.1, "length_ratio", "only 0 tokens for a source of 4"),
         ([5, 6, 7], 3, -4.0, "low_score", "-4.00 per token"),
     ],
 )
 def test_flags_give_the_reason(ids: list[int], source: int, scores: float, flag: str, reason: str) -> None:
-    flags = output_flags(ids, source, [scores] * (len(ids) + 1))
+    flags = output_flags(ids, source, [scores] * (len(ids) + 1), OutputLimits())
     assert list(flags) == [flag] and reason in flags[flag]
 
 
 def test_good_outputs_have_no_flags() -> None:
-    assert output_flags([5, 6, 7, 8], 4, [-0.1] * 5) == {}
-    assert output_flags([], 1, [-0.1]) == {}
+    assert output_flags([5, 6, 7, 8], 4, [-0.1] * 5, OutputLimits()) == {}
+    assert output_flags([5], 5, [-0.1] * 2, OutputLimits()) == {}
+    assert output_flags([], 0, [-0.1], OutputLimits()) == {}  # a continuation may be empty
+
+
+def test_limits_of_a_run_replace_the_default_limits() -> None:
+    run = run_of("transformer-tiny", 0)
+    inputs = ["abc", "fed" * 5, "a"]
+    wide = replace(run, statistics=Statistics(limits=OutputLimits(max_ratio=1e6, min_ratio=0, loop=10**6)))
+    narrow = replace(run, statistics=Statistics(limits=OutputLimits(max_ratio=0, min_ratio=1e6, loop=1)))
+    options = Options(min_length=11, max_length=12)
+    for limited, flagged in ((wide, False), (narrow, True)):
+        assert all(("length_ratio" in best.flags) == flagged for best, *_ in generate(limited, inputs, options))
 
 
 def test_concentrated_and_uniform_attention_are_flagged() -> None:

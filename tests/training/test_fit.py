@@ -81,6 +81,7 @@ def test_choices_are_reported_saved_and_used(pairs: Path, tmp_path: Path) -> Non
         "log.jsonl",
         "README.md",
         "manifest.json",
+        "statistics.json",
         "training",
     }
     loaded = Run.load(run)

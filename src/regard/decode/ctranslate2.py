@@ -94,7 +94,7 @@ class CTranslate2Engine(Engine):
         scores = self._score(searched, outputs)
         for i, item in searched.items():
             decoded = [output._replace(token_scores=scores.get((i, output.ids), ())) for output in outputs[i]]
-            results[i] = make_hypotheses(codec, self.options, item, decoded)
+            results[i] = make_hypotheses(codec, self.run.statistics.limits, self.options, item, decoded)
         flag_segmentation(codec, results)
         return results
 

@@ -102,9 +102,10 @@ class TorchEngine(Engine):
     def finish(self, inputs: Sequence[SearchInput], decoded: Sequence[list[DecodedIds]]) -> list[list[Hypothesis]]:
         """The outputs of a search as hypotheses, with alignments and top tokens if the options request them."""
         codec = self.runs[0].codec
+        limits = self.runs[0].statistics.limits
         options = self.options
         pairs = zip(inputs, decoded, strict=True)
-        results = [make_hypotheses(codec, options, item, outputs) for item, outputs in pairs]
+        results = [make_hypotheses(codec, limits, options, item, outputs) for item, outputs in pairs]
         entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
         ids = [results[i][rank].ids for i, rank in entries]
         if options.alignment:

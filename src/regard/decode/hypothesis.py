@@ -9,18 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from regard.data.statistics import MIN_COMPARED, OutputLimits
 from regard.decode.constraints import SearchInput
 from regard.decode.request import Options, Utility
 from regard.errors import plural
 from regard.notebook import heat_table, result_cells, token_table
-from regard.text.codec import Codec, shown_token
+from regard.text.codec import Codec, longest_loop, shown_token
 
 # Thresholds of flags
-LOOP_TURNS = 4  # repetitions in a row
-LOOP_TOKENS = 8  # tokens that they cover
-MAX_LENGTH_RATIO = 4.0  # output tokens per source token
-MIN_LENGTH_RATIO = 0.2
-MIN_RATIO_TOKENS = 10  # of a long output, or of the source of a short one
 MIN_MEAN_SCORE = -2.5  # log-probability per token
 MAX_ATTENTION_SHARE = 0.9  # of a single source token
 MAX_ATTENTION_ENTROPY = 0.95  # as a share of the entropy of uniform attention
@@ -121,18 +117,20 @@ def empty_hypothesis(flags: dict[str, str]) -> Hypothesis:
 
 
 def make_hypotheses(
-    codec: Codec, options: Options, item: SearchInput, outputs: Sequence[DecodedIds]
+    codec: Codec, limits: OutputLimits, options: Options, item: SearchInput, outputs: Sequence[DecodedIds]
 ) -> list[Hypothesis]:
     """The outputs of a search as text with flags, ranked by expected utility with the option `mbr`."""
     if not outputs:
         return [empty_hypothesis({"unsatisfied": "the search found no output that satisfies the constraints"})]
-    hypotheses = [_hypothesis(codec, options, item, output) for output in outputs]
+    hypotheses = [_hypothesis(codec, limits, options, item, output) for output in outputs]
     if item.texts.stop and not options.samples:  # the same output may have ended before different stop strings
         hypotheses = list({(h.ids, h.text): h for h in reversed(hypotheses)}.values())[::-1]
     return _minimum_risk(codec, options, hypotheses) if options.mbr else hypotheses
 
 
-def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: DecodedIds) -> Hypothesis:
+def _hypothesis(
+    codec: Codec, limits: OutputLimits, options: Options, item: SearchInput, output: DecodedIds
+) -> Hypothesis:
     flags = unknown_flags(item.unknown)
     stop = None
     if item.phrases is not None and item.texts.stop:  # the end token completes the last character
@@ -146,7 +144,7 @@ def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: Decod
         output = DecodedIds(output.ids[:length], output.token_scores[:length], value=0.0)
     ids = output.ids[:-1] if output.ids[-1:] == (codec.ids.eos,) else output.ids
     source = 0 if item.open_end or stop else len(item.sources[0]) - 1  # 0: no expectation about the length
-    flags |= output_flags(ids, source, output.token_scores)
+    flags |= output_flags(ids, source, output.token_scores, limits)
     if output.limited:
         flags["max_length"] = f"ended at the limit of {plural(item.limit, 'token')}"
     pieces = tuple(codec.target_pieces(output.ids))
@@ -189,35 +187,23 @@ def unknown_flags(tokens: Sequence[str]) -> dict[str, str]:
     return {"unknown": f"not in the vocabulary: {names}{rest}"} if tokens else {}
 
 
-def output_flags(ids: Sequence[int], source: int, token_scores: Sequence[float]) -> dict[str, str]:
+def output_flags(
+    ids: Sequence[int], source: int, token_scores: Sequence[float], limits: OutputLimits
+) -> dict[str, str]:
     """Flags of an output (ids without end token) for a source of this length; 0: its length is not compared."""
     flags = {}
     length = len(ids)
-    if loop := longest_loop(ids):
-        size, turns = loop
+    size, turns = longest_loop(ids) or (0, 0)
+    if size * turns > limits.loop:
         flags["repetition"] = f"{size} token{'s' * (size > 1)} repeated {turns} times in a row"
-    if source and length / source > MAX_LENGTH_RATIO and length > MIN_RATIO_TOKENS:
+    if source and length > limits.max_ratio * source and length > MIN_COMPARED:
         flags["length_ratio"] = f"{length:,} tokens for a source of {source:,}"
-    elif source >= MIN_RATIO_TOKENS and length / source < MIN_LENGTH_RATIO:
+    elif length < limits.min_ratio * source and (source >= MIN_COMPARED or not length):
         flags["length_ratio"] = f"only {plural(length, 'token')} for a source of {source:,}"
     mean = sum(token_scores) / max(1, len(token_scores))
     if mean < MIN_MEAN_SCORE:
         flags["low_score"] = f"{mean:.2f} per token on average, below {MIN_MEAN_SCORE}"
     return flags
-
-
-def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
-    """The loop that covers the most tokens, as (length of the repeated unit, repetitions); or None."""
-    row = np.asarray(ids)
-    longest: tuple[int, int] | None = None
-    for size in range(1, len(row) // LOOP_TURNS + 1):
-        same = np.concatenate(([False], row[size:] == row[:-size], [False])).astype(np.int8)
-        edges = np.flatnonzero(np.diff(same))
-        covered = int((edges[1::2] - edges[::2]).max(initial=0)) + size  # tokens
-        turns = covered // size
-        if turns >= LOOP_TURNS and covered >= LOOP_TOKENS and (not longest or turns * size > longest[0] * longest[1]):
-            longest = size, turns
-    return longest
 
 
 def attention_flags(alignment: Alignment) -> dict[str, str]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from unicodedata import bidirectional
 
+import numpy as np
+
 from regard.config import Frame, SpecialIds, Tokens, Value
 from regard.errors import UserError, plural
 from regard.recipe import Column
@@ -214,6 +216,23 @@ def strong_ranges() -> dict[Direction, list[int]]:
         if kind is not None:
             ranges[kind] += (start, end)
     return ranges
+
+
+MIN_TURNS = 4  # repetitions in a row that make a loop
+
+
+def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
+    """The loop that covers the most tokens, as (length of the repeated unit, repetitions); or None."""
+    row = np.asarray(ids)
+    longest: tuple[int, int] | None = None
+    for size in range(1, len(row) // MIN_TURNS + 1):
+        same = np.concatenate(([False], row[size:] == row[:-size], [False])).astype(np.int8)
+        edges = np.flatnonzero(np.diff(same))
+        covered = int((edges[1::2] - edges[::2]).max(initial=0)) + size  # tokens
+        turns = covered // size
+        if turns >= MIN_TURNS and (not longest or turns * size > longest[0] * longest[1]):
+            longest = size, turns
+    return longest
 
 
 MAX_DISTINCT = 10_000  # unknown tokens that are counted separately

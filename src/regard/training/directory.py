@@ -13,11 +13,24 @@ import torch
 from regard import files
 from regard.config import Config, to_toml
 from regard.data.prepare import Prepared, is_prepared, open_prepared
+from regard.data.statistics import measure
 from regard.device import usable_precision
 from regard.errors import UserError
 from regard.inspect.prune import restore_unpruned
 from regard.recipe import Recipe
-from regard.run import CONFIG, HEADS, RECIPE, WEIGHTS, Generation, RunConfig, read_config, require_saved, saved_recipe
+from regard.run import (
+    CONFIG,
+    HEADS,
+    RECIPE,
+    STATISTICS,
+    WEIGHTS,
+    Generation,
+    RunConfig,
+    read_config,
+    require_saved,
+    saved_recipe,
+)
+from regard.tasks import TASKS
 from regard.text.codec import TOKENIZERS
 from regard.training.checkpoint import ADAPTERS, TRAINING, Checkpoints, Progress
 from regard.training.loader import DataLoader, make_loader
@@ -36,10 +49,10 @@ LAUNCHERS = "launchers.json"  # the torchrun processes that began or resumed the
 BUDGET = ("minutes", "steps", "epochs")
 CHANGEABLE = ("train.workers", "data.cache", *(f"train.{name}" for name in BUDGET))  # settings open to change on resume
 # The files of a run. Prepared data without them is not a run yet.
-FILES = (CONFIG, WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, CURVE, HEADS, files.MANIFEST, *TOKENIZERS)
+FILES = (CONFIG, WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, CURVE, HEADS, STATISTICS, files.MANIFEST, *TOKENIZERS)
 # Patterns in the training directory that `prepare` and checkpoints would replace or remove
 STATE = (DATA, UNCUT, FRESH, "step-*", "weights-*.safetensors")
-WRITTEN_BEFORE_CONFIG = {RECIPE, files.MANIFEST, f"{TRAINING}/{DATA}", f"{TRAINING}/{FRESH}", *TOKENIZERS}
+WRITTEN_BEFORE_CONFIG = {RECIPE, STATISTICS, files.MANIFEST, f"{TRAINING}/{DATA}", f"{TRAINING}/{FRESH}", *TOKENIZERS}
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,8 @@ def write_run(new: New, generation: Generation, launchers: Collection[str]) -> N
     except OSError as error:
         raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
     save_recipe(new.recipe, path)
+    if (statistics := measure(TASKS[new.recipe.task], prepared)) is not None:
+        files.write_json(path / STATISTICS, statistics.model_dump(mode="json"))
     run = RunConfig(
         model=new.config,
         text=prepared.codec.config,
@@ -97,7 +112,7 @@ def write_run(new: New, generation: Generation, launchers: Collection[str]) -> N
         generation=generation,
     )
     files.write_json(path / CONFIG, run.model_dump(mode="json"))
-    files.update_manifest(path, [CONFIG, RECIPE, *TOKENIZERS])
+    files.update_manifest(path, [CONFIG, RECIPE, STATISTICS, *TOKENIZERS])
 
 
 def open_run(path: Path) -> Setup:
