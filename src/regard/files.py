@@ -1,4 +1,6 @@
-"""Files: atomic writes (a crash leaves the complete old or new file), locks, JSON, and manifests of checksums."""
+"""Files: opened without following links, atomic writes (a crash leaves the complete old or new file), locks, JSON,
+and manifests of checksums.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,15 @@ import json
 import os
 import shutil
 import socket
+import stat
 import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -25,6 +29,110 @@ if sys.platform != "win32":
     import fcntl
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # errors of a file system without locks
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+PLAIN_FLAGS = NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)  # opening a pipe must not block
+DIRECTORY_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def open_file(path: Path, mode: str = "rb", root: Path | None = None, buffering: int = -1) -> IO[bytes]:
+    """Open a plain file without following links below the directory `root`, by default the directory of the file.
+
+    `root` itself may be a link. Reading follows links that stay inside `root`, and those of a download cache into its
+    own blobs. Raises UserError for other links and special files, and OSError like `open`.
+    """
+
+    def opener(_: str, flags: int) -> int:
+        return _open(path, flags, root or path.parent)
+
+    return open(path, mode, buffering, opener=opener)
+
+
+def _open(path: Path, flags: int, root: Path) -> int:
+    """Open a file or directory below `root` and check it; a file to be written has no other hard link."""
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    try:
+        handle = _open_unlinked(path, flags & ~os.O_TRUNC, root)
+    except OSError:
+        if (link := _find_link(path, root)) is None:
+            raise
+        if writes:
+            raise UserError(f"{link}: is a link; regard writes only into its own files, so remove it") from None
+        target, root = _follow(path, root)
+        handle = _open_unlinked(target, flags, root)
+    try:
+        state = os.fstat(handle)
+        if not (stat.S_ISREG(state.st_mode) or stat.S_ISDIR(state.st_mode)):
+            raise UserError(f"{path}: is not a plain file")
+        if writes and state.st_nlink > 1:
+            raise UserError(f"{path}: is also another file (a hard link), which would change; remove it")
+        if not writes and state.st_size > MAX_TEXT_BYTES and path.suffix in TEXT_SUFFIXES:
+            most = MAX_TEXT_BYTES // 2**20
+            raise UserError(f"{path}: has {state.st_size / 2**20:,.0f} MB; at most {most} MB are allowed")
+        if flags & os.O_TRUNC:
+            os.ftruncate(handle, 0)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _open_unlinked(path: Path, flags: int, root: Path) -> int:
+    """Open a path below `root`, one component after the other; OSError if one of them is a link."""
+    parts = path.relative_to(root).parts
+    if not NO_FOLLOW or os.open not in os.supports_dir_fd:
+        if _find_link(path, root):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        return os.open(path, flags, 0o666)
+    with ExitStack() as stack:
+        directory = os.open(root, DIRECTORY_FLAGS)
+        stack.callback(os.close, directory)
+        for part in parts[:-1]:
+            directory = os.open(part, DIRECTORY_FLAGS | NO_FOLLOW, dir_fd=directory)
+            stack.callback(os.close, directory)
+        return os.open(parts[-1] if parts else ".", flags | PLAIN_FLAGS, 0o666, dir_fd=directory)
+
+
+def _find_link(path: Path, root: Path) -> Path | None:
+    """The first component below `root` that is a link."""
+    components = accumulate(path.relative_to(root).parts, Path.joinpath, initial=root)
+    return next((component for component in components if component != root and component.is_symlink()), None)
+
+
+def _follow(path: Path, root: Path) -> tuple[Path, Path]:
+    """The target of a path with links, and the directory that it may lie in: `root`, or the blobs of its cache."""
+    home = root.resolve()
+    # In a download cache, files are links to blobs; no other link may point out of the directory.
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    try:
+        target = path.resolve(strict=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: is a link to a missing file") from None
+    except (OSError, RuntimeError) as error:  # a cycle of links
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    for place in (home, blobs):
+        if target.is_relative_to(place):
+            return target, place
+    raise UserError(f"{path}: points out of its directory; only files inside the directory are read")
+
+
+def require_own_files(directory: Path, names: Iterable[str]) -> None:
+    """Check files before a library reads them by path: like `open_file`, but a file may be missing or a directory."""
+    for name in names:
+        try:
+            os.close(_open(directory / name, os.O_RDONLY, directory))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UserError(f"{directory / name}: cannot be read: {error.strerror or error}") from None
+
+
+def require_no_links(directory: Path, names: Iterable[str]) -> None:
+    """Check files and directories, with everything below them, before a library writes there by path."""
+    for path in map(directory.joinpath, names):
+        below = (Path(base, name) for base, *lists in os.walk(path) for name in chain(*lists))
+        for entry in chain([path], below):
+            if entry.is_symlink():
+                raise UserError(f"{entry}: is a link; regard writes only into its own files, so remove it")
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -92,13 +200,14 @@ class LockHeld(UserError):
 
 
 @contextmanager
-def hold_lock(path: Path, name: str) -> Iterator[bool]:
+def hold_lock(path: Path, name: str, root: Path | None = None) -> Iterator[bool]:
     """Hold the lock on `path` -> whether the file system supports locks. LockHeld names the process that holds it.
 
-    The kernel releases the lock whenever its process exits, so a leftover lock file is harmless.
+    The kernel releases the lock whenever its process exits, so a leftover lock file is harmless. `root` is that of
+    `open_file`.
     """
     try:
-        handle, supported = _lock(path, name)
+        handle, supported = _lock(path, name, root or path.parent)
     except OSError as error:
         raise UserError(f"{path}: cannot lock: {error.strerror or error}") from None
     try:
@@ -106,23 +215,23 @@ def hold_lock(path: Path, name: str) -> Iterator[bool]:
     finally:
         try:
             with suppress(OSError):
-                if os.path.samestat(os.stat(path), os.fstat(handle)):
+                if os.path.samestat(os.lstat(path), os.fstat(handle)):
                     os.unlink(path)  # before the release: a process waiting with this file open then opens a new one
         finally:
             os.close(handle)
 
 
-def _lock(path: Path, name: str) -> tuple[int, bool]:
+def _lock(path: Path, name: str, root: Path) -> tuple[int, bool]:
     """Open and lock a file, and write the name of this process into it."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = _open(path, os.O_RDWR | os.O_CREAT, root)
         try:
             locked = _try_lock(handle)
             if locked is None:
                 holder = os.pread(handle, 200, 0).decode("utf-8", "replace").strip() or "another process"
                 raise LockHeld(f"{name}: {holder} is writing here; wait until it ends, or stop it")
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(path), os.fstat(handle)):
+                if os.path.samestat(os.lstat(path), os.fstat(handle)):
                     os.ftruncate(handle, 0)
                     since = time.strftime("%Y-%m-%d %H:%M:%S")
                     os.write(handle, f"process {os.getpid()} on {socket.gethostname()} (since {since})\n".encode())
@@ -165,7 +274,8 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The JSON in `path`; a UserError if the file is missing or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            return json.loads(file.read().decode())
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -235,16 +345,15 @@ class Manifest(Value):
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a directory; an empty one if it has none, like directories of early versions."""
     path = directory / MANIFEST
-    if not path.exists():
+    if not os.path.lexists(path):
         return Manifest()
-    require_own_files(directory, [MANIFEST])
     data = read_json(path)
     return parse(Manifest, data if isinstance(data, dict) else {"files": data}, str(path))
 
 
 def update_manifest(directory: Path, names: Iterable[str]) -> None:
     """Write the entries of these files. Other entries are kept while their files exist."""
-    files = {name: measure_file(directory / name) for name in names if (directory / name).is_file()}
+    files = {name: measure_file(directory / name, directory) for name in names if (directory / name).is_file()}
     _write(directory, {n: e for n, e in _entries(directory).items() if (directory / n).is_file()} | files)
 
 
@@ -272,10 +381,11 @@ def _write(directory: Path, files: dict[str, Entry]) -> None:
     write_json(directory / MANIFEST, Manifest(files=dict(sorted(files.items()))).model_dump(mode="json"))
 
 
-def measure_file(path: Path) -> Entry:
+def measure_file(path: Path, root: Path | None = None) -> Entry:
     try:
-        with path.open("rb") as file:
-            return Entry(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size=file.tell())
+        with open_file(path, root=root) as file:
+            digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
+            return Entry(sha256=digest.hexdigest(), size=file.tell())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -298,7 +408,7 @@ def changed_files(directory: Path, names: Collection[str] | None = None, verify:
         size = path.stat().st_size
         if size != entry.size:
             wrong.append(f"{path}: has changed: {size:,} bytes instead of {entry.size:,}")
-        elif (verify or size <= MAX_HASHED_BYTES) and measure_file(path) != entry:
+        elif (verify or size <= MAX_HASHED_BYTES) and measure_file(path, directory) != entry:
             wrong.append(f"{path}: has changed: same size, but another SHA-256")
     return wrong
 
@@ -307,28 +417,3 @@ def require_unchanged(directory: Path, advice: str, names: Collection[str] | Non
     """Raise one error for all files that differ from the manifest, with `advice`."""
     if wrong := changed_files(directory, names, verify):
         raise UserError("\n  ".join([*wrong, advice]))
-
-
-def require_own_files(directory: Path, names: Iterable[str]) -> None:
-    """Refuse files that lie outside the directory, are not plain files, or are too large to be read as a whole."""
-    home = directory.resolve()
-    # In a download cache, files are links to blobs; no other link may point out of the directory.
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    for name in names:
-        path = directory / name
-        try:
-            target = path.resolve(strict=True)
-            size = target.stat().st_size
-        except FileNotFoundError:
-            if path.is_symlink():
-                raise UserError(f"{path}: is a link to a missing file") from None
-            continue
-        except (OSError, RuntimeError) as error:  # a cycle of links, a directory without read permission
-            raise UserError(f"{path}: cannot be read: {error}") from None
-        if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-            raise UserError(f"{path}: points out of its directory; only files inside the directory are read")
-        if not (target.is_file() or target.is_dir()):
-            raise UserError(f"{path}: is not a plain file")
-        if size > MAX_TEXT_BYTES and path.suffix in TEXT_SUFFIXES:
-            most = MAX_TEXT_BYTES // 2**20
-            raise UserError(f"{path}: has {size / 2**20:,.0f} MB; at most {most} MB are allowed")

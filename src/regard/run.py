@@ -263,6 +263,7 @@ def _runs_in(directory: Path) -> list[str]:
 
 def saved_recipe(run: Path) -> Recipe:
     """The complete recipe of a run."""
+    files.require_own_files(run, [RECIPE])
     return load_recipe(read_recipe(run / RECIPE), str(run / RECIPE))
 
 

@@ -23,6 +23,7 @@ from regard.config import parse
 from regard.data.reader import TOO_LONG, LineCounter, Located
 from regard.data.tables import SOURCES, Corpora, LineBlock, Splitter
 from regard.errors import UserError, plural
+from regard.files import open_file
 from regard.parallel.children import Child, Template, Work, answer_requests, ordered_map
 from regard.parallel.messages import Message, Unpacker, pack
 from regard.text.codec import Codec, Example, TextConfig
@@ -122,7 +123,8 @@ class ShardStore:
         if shard is None:
             shard = make(block)
             try:
-                path.write_bytes(pack(Message({"digest": _hash(b"", shard), "header": shard.header}, shard.parts)))
+                with open_file(path, "wb") as file:
+                    file.write(pack(Message({"digest": _hash(b"", shard), "header": shard.header}, shard.parts)))
             except OSError as error:
                 raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
         return block.header, shard
@@ -139,7 +141,8 @@ def _hash(key: bytes, message: Message) -> str:
 def _load(path: Path) -> Message | None:
     """Read a shard; None if it is missing, incomplete or damaged."""
     try:
-        [saved] = Unpacker().feed(path.read_bytes())
+        with open_file(path) as file:
+            [saved] = Unpacker().feed(file.read())
         shard = Message(saved.header["header"], saved.parts)
         return shard if _hash(b"", shard) == saved.header["digest"] else None
     except (OSError, ValueError, KeyError, TypeError):

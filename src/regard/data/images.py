@@ -15,6 +15,7 @@ from regard.data.pairs import few
 from regard.data.reader import open_raw
 from regard.data.tables import Corpora, Splitter
 from regard.errors import UserError, plural
+from regard.files import require_own_files
 from regard.recipe import Recipe
 from regard.suggest import closest
 from regard.text.learn import BaseText
@@ -87,6 +88,7 @@ class Images:
 
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory)
+        require_own_files(path, ("images.npy", "labels.npy"))
         try:
             self.images_NCHW: NDArray[Any] = np.load(path / "images.npy", mmap_mode="r", allow_pickle=False)
             self.labels: NDArray[np.int64] = np.load(path / "labels.npy", allow_pickle=False)

@@ -15,6 +15,7 @@ from regard.data.reader import READ_BYTES, LineCounter, Located, read_lines
 from regard.data.store import SIDES, CorpusWriter
 from regard.data.tables import MAX_VALID, Corpora, Splitter, expand, format_of
 from regard.errors import UserError, plural
+from regard.files import open_file
 from regard.recipe import Column, Recipe
 from regard.tasks import TASKS
 from regard.text.codec import Codec, Example, UnknownTokens, split_features
@@ -132,7 +133,8 @@ def _validation_note(count: int, valid: Corpora | None, counter: LineCounter, he
 
 def read_examples(path: Path) -> list[Example]:
     """The validation examples that `make_pairs` has written into `path`."""
-    return [Example(*json.loads(row)) for row in (path / VALID_EXAMPLES).read_bytes().split(b"\n")[:-1]]
+    with open_file(path / VALID_EXAMPLES) as file:
+        return [Example(*json.loads(row)) for row in file.read().split(b"\n")[:-1]]
 
 
 def few(names: Sequence[str], limit: int = 5) -> str:

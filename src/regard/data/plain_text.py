@@ -17,6 +17,7 @@ from regard.data.reader import BYTE_ORDER_MARK, ENCODING, READ_BYTES, LineCounte
 from regard.data.store import Flat, Row, append
 from regard.data.tables import Corpora, format_of, open_table
 from regard.errors import UserError, plural
+from regard.files import read_json
 from regard.parallel.messages import Message
 from regard.recipe import Recipe
 from regard.tasks import TASKS
@@ -284,7 +285,7 @@ class Stream:
     def open(cls, directory: str | Path) -> Stream:
         path = Path(directory)
         try:
-            meta: dict[str, Any] = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+            meta: dict[str, Any] = read_json(path / "meta.json")
             flat = Flat(path / "text.bin", meta["dtype"])
             if len(flat) != meta["symbols"]:
                 raise ValueError("text.bin and meta.json do not fit together")

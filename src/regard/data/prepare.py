@@ -28,7 +28,7 @@ from regard.data.reader import MEMORY, STDIN, open_raw
 from regard.data.store import Corpus
 from regard.data.tables import Corpora
 from regard.errors import UserError, plural
-from regard.files import LockHeld, hold_lock, make_directory, replace_directory
+from regard.files import LockHeld, hold_lock, make_directory, read_json, replace_directory, require_no_links
 from regard.recipe import Column, Data, Recipe
 from regard.tasks import TASKS, Reads
 from regard.text.codec import Codec, Example, TextConfig
@@ -151,6 +151,7 @@ def _take_from_cache(
     a file has changed in between.
     """
     make_directory(entry.parent, f"data.cache: {entry.parent}")
+    require_no_links(entry.parent, (entry.name + suffix for suffix in ("", ".lock", ".shards", ".tmp", ".tmp.old")))
     while True:
         try:
             with hold_lock(entry.with_suffix(".lock"), str(entry)) as locked:
@@ -241,10 +242,10 @@ def is_prepared(directory: Path) -> bool:
 
 def _read_record(path: Path) -> dict[str, Any] | None:
     try:
-        record: dict[str, Any] = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_json(path / RECORD)
+    except UserError:
         return None
-    return record if record.get("format") == FORMAT else None
+    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
 
 
 def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:

@@ -23,6 +23,7 @@ from regard.data.encode import ExampleEncoder, Rows
 from regard.data.reader import LineCounter, Located
 from regard.data.tables import PART
 from regard.errors import UserError
+from regard.files import open_file, read_json
 from regard.text.codec import Example
 from regard.text.tokenizer import threads
 
@@ -44,7 +45,7 @@ class Corpus:
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory)
         try:
-            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+            meta = read_json(path / "meta.json")
             if meta["format"] != FORMAT:
                 raise UserError(f"{path}: a corpus of format {meta['format']}; this version reads format {FORMAT}")
             source, target = (_Side(path, side, meta) for side in SIDES)
@@ -70,7 +71,8 @@ class Corpus:
         """The position of an example in the data files; None in a corpus of an early version."""
         if not self._lines.is_file():
             return None
-        return int(np.fromfile(self._lines, np.int64, count=1, offset=8 * index)[0])
+        with open_file(self._lines) as file:
+            return int(np.fromfile(file, np.int64, count=1, offset=8 * index)[0])
 
     def batch(self, indices: NDArray[np.integer[Any]], config: Config, total: int | None = None) -> Batch:
         rows = [int(index) for index in indices]
@@ -82,16 +84,16 @@ class Flat:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._dtype = np.dtype(dtype)
-        size = path.stat().st_size
+        self._file = open_file(path)
+        weakref.finalize(self, self._file.close)
+        size = os.fstat(self._file.fileno()).st_size
         self._length = size // self._dtype.itemsize
         # The pages of a large memory map count as memory of this process until another process needs memory. Reading
         # costs little more and leaves caching to the system.
         self.mapped: NDArray[Any] | None = None  # the whole file, unless it is large
-        if size > MAX_MAPPED_BYTES and hasattr(os, "pread"):
-            self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            weakref.finalize(self, os.close, self._file)
-        else:
-            self.mapped = np.asarray(np.memmap(path, self._dtype, mode="r")) if size else np.empty(0, self._dtype)
+        if size <= MAX_MAPPED_BYTES or not hasattr(os, "pread"):
+            self.mapped = np.asarray(np.memmap(self._file, self._dtype, mode="r")) if size else np.empty(0, self._dtype)
+            self._file.close()
 
     def __len__(self) -> int:
         return self._length
@@ -101,7 +103,9 @@ class Flat:
             return self.mapped[span]
         width = self._dtype.itemsize
         stop = self._length if span.stop is None else span.stop
-        return np.frombuffer(os.pread(self._file, (stop - span.start) * width, span.start * width), self._dtype)
+        return np.frombuffer(
+            os.pread(self._file.fileno(), (stop - span.start) * width, span.start * width), self._dtype
+        )
 
 
 def append(path: Path, values: NDArray[Any]) -> None:

@@ -20,13 +20,23 @@ from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import IO, Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 
 from regard.data.reader import STDIN, Line, lines_of, open_bytes
 from regard.errors import UserError, plural
-from regard.files import LockHeld, hold_lock, read_json, remove, replace_file, sync, write_json
+from regard.files import (
+    LockHeld,
+    hold_lock,
+    open_file,
+    read_json,
+    remove,
+    replace_file,
+    require_no_links,
+    sync,
+    write_json,
+)
 from regard.parallel.ray_cluster import connected
 
 FORMAT = 1
@@ -106,6 +116,7 @@ class ShardDirectory:
         source = Input.scan(file, lines)._asdict()
         state = {"format": FORMAT, "file": str(Path(file).resolve()), "command": command, "input": source}
         state = json.loads(json.dumps(state))  # normalised, because it is compared with a saved state
+        require_no_links(path.parent, (path.name, _discarded(path).name))
         try:
             path.mkdir(exist_ok=True)
         except OSError as error:
@@ -151,7 +162,7 @@ class ShardDirectory:
         if file.exists():
             return True
         try:
-            with hold_lock(file.with_suffix(".lock"), str(file)):
+            with hold_lock(file.with_suffix(".lock"), str(file), root=self.out.parent):
                 if not file.exists():
                     counts, text = answer(self._lines(shard))
                     output = text.encode("utf-8", "replace")  # lone surrogates are replaced, as on stdout
@@ -180,7 +191,7 @@ class ShardDirectory:
         counts: list[Counts] = []
         joined = self.path / JOINED
         try:
-            with joined.open("wb") as output:
+            with open_file(joined, "wb", root=self.out.parent) as output:
                 for shard in self.shards:
                     counts.append(self._copy(self._file(shard), output))
             sync(joined)
@@ -196,10 +207,10 @@ class ShardDirectory:
         _discard(self.path)
         return counts
 
-    def _copy(self, file: Path, output: BinaryIO) -> Counts:
+    def _copy(self, file: Path, output: IO[bytes]) -> Counts:
         start = output.tell()
         try:
-            with file.open("rb") as shard:
+            with open_file(file) as shard:
                 header = json.loads(shard.readline())
                 shutil.copyfileobj(shard, output, CHUNK_BYTES)
             if output.tell() - start != header["bytes"]:
@@ -261,7 +272,7 @@ def _locked(path: Path) -> Iterator[None]:
     with ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(hold_lock(path / LOCK, str(path)))
+                stack.enter_context(hold_lock(path / LOCK, str(path), root=path.parent))
                 break
             except LockHeld:
                 if time.monotonic() > deadline:

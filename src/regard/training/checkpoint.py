@@ -175,8 +175,10 @@ class Checkpoints:
         """Remove all saved steps except the last, and all weights for averaging except those of the steps `kept`."""
         for step in self.steps()[:-1]:
             shutil.rmtree(self._directory(step), ignore_errors=True)
-        for path in set(self.path.glob("weights-*.safetensors")) - set(map(self._kept, kept)):
-            remove(path)
+        if old := set(self.path.glob("weights-*.safetensors")) - set(map(self._kept, kept)):
+            with rewriting(self.path, *(path.name for path in old)):
+                for path in old:
+                    remove(path)
 
     def remove_temporary(self) -> None:
         """Remove the temporary files of interrupted writes."""

@@ -34,7 +34,7 @@ from regard.tasks import TASKS
 from regard.text.codec import TOKENIZERS
 from regard.training.checkpoint import ADAPTERS, TRAINING, Checkpoints, Progress
 from regard.training.loader import DataLoader, make_loader
-from regard.training.log import LOG
+from regard.training.log import LOG, TENSORBOARD
 from regard.training.plan import Budget
 from regard.training.report import Reporter
 from regard.training.summary import CURVE, MODEL_CARD
@@ -168,11 +168,12 @@ def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Re
 @contextmanager
 def claim_run(path: Path) -> Iterator[bool]:
     """Become the only writer of a run directory -> whether its file system has locks."""
+    files.require_no_links(path, (*FILES, TRAINING, TENSORBOARD))
     require_ours(path)
     missing = [directory for directory in (path / TRAINING, path, *path.parents) if not directory.exists()]
     try:
         files.make_directory(path / TRAINING, str(path))
-        with files.hold_lock(path / TRAINING / LOCK, str(path)) as locked:
+        with files.hold_lock(path / TRAINING / LOCK, str(path), root=path) as locked:
             if is_run(path) or stopped_in_setup(path):
                 Checkpoints(path).remove_temporary()
             yield locked

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from regard.errors import UserError, install
+from regard.files import open_file
 from regard.suggest import one_of
 from regard.training.report import Event, Reporter
 
@@ -31,7 +32,7 @@ class Log:
     def __init__(self, path: Path, position: int = 0) -> None:
         self.path = path
         with self._reported():
-            self._file = path.open("ab", buffering=0)
+            self._file = open_file(path, "ab", buffering=0)
             try:
                 self._file.truncate(min(position, path.stat().st_size))
                 self.position = path.stat().st_size
@@ -67,7 +68,8 @@ class Log:
 
 def read_log(path: Path) -> list[Event]:
     """The events in a log, without an incomplete last line."""
-    events = map(json.loads, path.read_bytes().split(b"\n")[:-1])
+    with open_file(path) as file:
+        events = map(json.loads, file.read().split(b"\n")[:-1])
     return [event for event in events if isinstance(event, dict)]
 
 

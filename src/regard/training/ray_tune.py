@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from regard.device import choose_device
 from regard.errors import UserError, missing_extra, plural
+from regard.files import open_file
 from regard.parallel.cores import cores
 from regard.parallel.ray_cluster import connected
 from regard.recipe import Recipe
@@ -117,7 +119,7 @@ def _train(
             os.chdir(directory)  # Ray Tune changes the directory of a trial, but the recipe may have relative paths
         os.environ.update(variables)
         torch.set_num_threads(1)
-        with (path / f"{name}{MESSAGES_SUFFIX}").open("a", encoding="utf-8") as stream:
+        with TextIOWrapper(open_file(path / f"{name}{MESSAGES_SUFFIX}", "ab"), encoding="utf-8") as stream:
             reporter = with_sinks(Lines(stream), log, path / name)
             tune.report({"row": json.dumps(train_point(recipe, path / name, resume, reporter))})
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from regard.data.reader import STDIN
 from regard.errors import UserError, is_out_of_memory, plural
-from regard.files import make_directory, read_json, write_json
+from regard.files import make_directory, read_json, require_no_links, write_json
 from regard.metrics import LOWER_IS_BETTER
 from regard.parallel.ranks import has_launcher
 from regard.recipe import FILES, Recipe, split_setting
@@ -184,6 +184,7 @@ def open_sweep(
     check_sweep(out, resume)
     path = Path(out)
     make_directory(path, str(path))
+    require_no_links(path, (SWEEP, CACHE, *(point.name for point in points)))
     sweep = Sweep(path, [Row(point.name, point.values()) for point in points], on_ray)
     sweep.save()
     shared = str((path / CACHE).resolve())
