@@ -1,4 +1,4 @@
-"""The examples for containers, systemd and Kubernetes pass their linters, and their options exist."""
+"""The examples for containers, systemd and Kubernetes pass their linters, and all packages are pinned."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+import regard
 from regard.serve.settings import ServeSettings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,6 +44,15 @@ def test_systemd_unit_passes_systemd_analyze(tmp_path):
     run("systemd-analyze", "verify", "--man=no", tmp_path / "regard.service")
 
 
+def test_systemd_unit_is_restricted():
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not installed")
+    run("systemd-analyze", "security", "--offline=true", "--threshold=20", ROOT / "deploy/regard.service")  # 2.0 of 10
+    assert (
+        "\nMemoryDenyWriteExecute" not in (ROOT / "deploy/regard.service").read_text()
+    )  # CTranslate2 would compute garbage
+
+
 def test_kubernetes_manifests_are_valid():
     validate = pytest.importorskip("kubernetes_validate")
     yaml = pytest.importorskip("yaml")
@@ -46,6 +60,11 @@ def test_kubernetes_manifests_are_valid():
     assert {manifest["kind"] for manifest in manifests} == {"Service", "Deployment"}
     for manifest in manifests:
         validate.validate(manifest, "1.31", strict=True)
+
+
+def test_kubernetes_image_has_the_version_of_the_package():
+    tags = re.findall(r"image: \S+/regard:(\S+)", (ROOT / "deploy/kubernetes.yaml").read_text())
+    assert tags == [regard.__version__]
 
 
 def test_server_does_not_run_as_root_and_writes_only_to_tmp():
@@ -65,6 +84,59 @@ def test_server_does_not_run_as_root_and_writes_only_to_tmp():
 @pytest.mark.parametrize("name", ["Containerfile", "deploy/regard.service", "deploy/kubernetes.yaml"])
 def test_options_in_the_examples_exist(name):
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+    lines = [line for line in lines if "pip install" not in line and "useradd" not in line and "index" not in line]
     options = set(re.findall(r"(?<![\w-])--(host|port|public|keys|workers|drain|[a-z]+)\b", "\n".join(lines)))
-    others = {"from", "system", "uid", "no", "shell", "interval", "timeout", "start"}  # options of other programs
+    others = {"from", "interval", "timeout", "start"}  # options of other programs
     assert options - others <= {field.replace("_", "-") for field in ServeSettings.model_fields}
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """Names of all packages that these requirements need in this environment, directly or through others."""
+    names: set[str] = set()
+    visited: set[tuple[str, str]] = set()
+    pending = [Requirement(text) for text in requirements]
+    while pending:
+        requirement = pending.pop()
+        name = canonicalize_name(requirement.name)
+        names.add(name)
+        for extra in ["", *requirement.extras]:
+            if (name, extra) in visited:
+                continue
+            visited.add((name, extra))
+            try:
+                further = [Requirement(text) for text in distribution(name).requires or ()]
+            except PackageNotFoundError:
+                continue
+            pending += [each for each in further if each.marker is None or each.marker.evaluate({"extra": extra})]
+    return names
+
+
+def requirements_of(*extras: str) -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [*project["dependencies"], *(text for extra in extras for text in project["optional-dependencies"][extra])]
+
+
+def pins(name: str) -> dict[str, str]:
+    """Package -> version, without the local part, of a file of pinned packages."""
+    text = re.sub(r"(?m)^#.*|\\\n|--hash=\S+", "", (ROOT / name).read_text())
+    requirements = [Requirement(line) for line in text.splitlines() if line.strip()]
+    assert all(re.fullmatch(r"==[^*,]+", str(requirement.specifier)) for requirement in requirements)
+    return {canonicalize_name(each.name): str(each.specifier)[2:].partition("+")[0] for each in requirements}
+
+
+def test_constraints_pin_every_package_of_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = closure(requirements_of(*extras))
+    assert len(packages) > 80
+    assert packages - set(pins("constraints.txt")) == set()
+
+
+def test_lock_file_has_every_package_of_the_server_with_a_hash():
+    locked = pins("deploy/requirements.lock")
+    assert closure(requirements_of("serve", "ctranslate2")) - set(locked) == set()
+    constraints = pins("constraints.txt")
+    assert {name: version for name, version in locked.items() if constraints.get(name, version) != version} == {}
+    text = (ROOT / "deploy/requirements.lock").read_text()
+    assert len(re.findall(r"(?m)^[a-z][^\n]*== *\S+ \\\n    --hash=sha256:[0-9a-f]{64}( |$)", text)) == len(locked)
+    assert re.search(r"torch==\S+\+cpu ", text)
+    assert "--require-hashes" in (ROOT / "Containerfile").read_text()

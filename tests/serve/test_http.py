@@ -240,6 +240,13 @@ def test_processes_end_when_the_server_stops(runs):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() - start < 10
 
 
+def test_workers_have_the_priority_of_the_option(runs):
+    for nice in (0, 7):
+        with serving({"toy": runs["toy"]}, nice=nice) as client:
+            (worker,) = client.server.service._pool.workers
+            assert os.getpriority(os.PRIO_PROCESS, worker.pid) == min(19, os.nice(0) + nice)
+
+
 def test_processes_end_when_the_server_is_killed(runs):
     command = [sys.executable, "-m", "regard", "serve", str(runs["toy"]), "--port", "0", "--workers", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:

@@ -33,6 +33,7 @@ class PoolSettings:
     engine: str = "torch"
     precision: str = "fp32"
     threads: int = 1  # per worker
+    nice: int = 10  # so that the event loop of the server gets a core as soon as it needs one
 
     @property
     def slots(self) -> int:

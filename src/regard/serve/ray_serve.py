@@ -30,8 +30,8 @@ from regard.serve.settings import Keys, Seconds, ServeSettings, named_runs
 DEPLOYMENT = "regard"
 HEADERS = {"X-Content-Type-Options": "nosniff"}
 SHARED_SETTINGS = (
-    "keys", "host_name", "threads", "engine", "precision", "beam", "queue", "max_body", "max_inputs", "max_work",
-    "deadline",
+    "keys", "host_name", "threads", "nice", "engine", "precision", "beam", "queue", "max_body", "max_inputs",
+    "max_work", "deadline",
 )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ class Replica:
     def __init__(self, runs: dict[str, str], arguments: dict[str, Any]) -> None:
         settings = parse(DeploymentSettings, arguments, "ray serve")
         self.settings = settings
-        pool = PoolSettings(runs, 1, settings.engine, settings.precision, settings.threads)
+        pool = PoolSettings(runs, 1, settings.engine, settings.precision, settings.threads, settings.nice)
         self.service = Service(pool, settings.queue, settings.deadline)
         handlers = Handlers(self.service, settings)
         # without reload, which would reach only one of several replicas

@@ -57,7 +57,8 @@ class Server:
         keys = Keys.load(settings.keys)
         settings.check(keys)
         self.settings = settings
-        pool = PoolSettings(runs, settings.workers or cores(), settings.engine, settings.precision, settings.threads)
+        workers = settings.workers or cores()
+        pool = PoolSettings(runs, workers, settings.engine, settings.precision, settings.threads, settings.nice)
         self.service = Service(pool, settings.queue, settings.deadline)
         self.handlers = Handlers(self.service, settings)
         self.monitor = Monitor(self.service)
@@ -280,7 +281,7 @@ async def _serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[s
         gc.freeze()  # a full collection would visit the objects of all modules, and delay every request
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         workers = plural(server.service.settings.workers, "worker")
-        say(f"serving {', '.join(runs)} on http://{host}:{server.port}/ ({workers})")
+        say(f"serving {', '.join(runs)} on http://{host}:{server.port}/ ({workers}, nice {settings.nice})")
         await shutdown.wait()
         say("shutting down: finishing accepted requests")
         await server.stop()

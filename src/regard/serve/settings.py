@@ -49,6 +49,9 @@ class ServeSettings(Value):
     # computation
     workers: Count | None = option(None, "Number of batches answered in parallel. (default: one per core)")
     threads: Count = option(1, "Threads per worker; more than one helps with large models.")
+    nice: Annotated[int, Field(ge=0, le=19, strict=True)] = option(
+        10, "Lower the priority of workers by this much. 0: that of other programs; refusals are slower under load."
+    )
     engine: EngineName = option("torch", "Engine: torch or ctranslate2.")
     precision: Precision = option("fp32", "Precision: fp32, bf16 with torch, int8 with ctranslate2.")
     beam: Count = option(4, "Beam width of /translate; other requests set their own.")

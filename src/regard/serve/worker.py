@@ -34,7 +34,6 @@ from regard.serve.pool import INTERNAL_ERROR, body_message, read_body
 from regard.text.codec import Example
 
 RELEASE_SECONDS = 5.0  # between calls of release_memory: batches of different sizes fragment the heap
-WORKER_NICENESS = 10  # so that the event loop of the server gets a core as soon as it needs one
 MAX_ANSWERERS = 32  # ready answerers that a worker keeps, one for each engine, run and set of options
 
 
@@ -255,7 +254,7 @@ def prepare(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
 
     def work(channel: Channel, _: dict[str, Any]) -> None:
         _ignore_signals()
-        os.nice(WORKER_NICENESS)
+        os.nice(settings["nice"])
         answer_in_threads(answerer, channel, slots)
 
     return work, {"runs": [describe(name, run) for name, run in runs.items()]}
