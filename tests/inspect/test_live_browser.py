@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,11 @@ def test_typed_text_gives_the_outputs_of_generate(browser: chromium.Chromium, pa
         texts = "Array.from(document.querySelectorAll('.hypothesis bdi'), n => n.textContent)"
         browser.until(f"{texts}.length === 5")
         assert browser.run(texts) == [h.text if h.text.strip() else shown(h.text) or "∅" for h in expected]
+        shares = browser.run(
+            "Array.from(document.querySelectorAll('.hypothesis small'), n => parseFloat(n.textContent))"
+        )
+        assert shares == pytest.approx([100 * math.exp(h.score / len(h.tokens)) for h in expected], abs=0.5)
+        assert shares == sorted(shares, reverse=True)
         assert browser.run(f"{OUTPUT}.querySelector('.score').textContent").startswith("log-probability −")
         columns = "Array.from(document.querySelector('.words').children, n => n.textContent).join('')"
         browser.until(f"{columns} === {json.dumps(shown(source) + '<eos>')}")
@@ -169,6 +175,18 @@ def test_status_shows_unknown_tokens_and_problems(browser: chromium.Chromium, pa
     )
     browser.until(f"{status} === 'Type something.'")
     assert browser.run("document.getElementById('panel').classList.contains('stale')")
+    answer = f"{OUTPUT}.textContent + document.querySelector('.nbest').textContent"
+    assert browser.run(answer) == ""
+    for name in browser.run(TABS):
+        browser.click(f"#tab-{name}")  # the views of the last input remain
+    enter(browser, "ab")
+    browser.until(f"{status} === '' && {answer} !== ''")
+    browser.run(
+        "(() => { const f = document.querySelector('.field'); f.value = 'ab'.repeat(9000);"
+        " f.dispatchEvent(new Event('input')); })()"
+    )
+    browser.until(f"{status}.includes('more than')")
+    assert browser.run(answer) == ""
     enter(browser, "ab")
     browser.until(f"{status} === ''")
     assert complaints(browser) == []
@@ -277,6 +295,8 @@ def test_class_probabilities_are_shown_as_bars(browser: chromium.Chromium, tmp_p
     browser.click("[aria-label=head] button", 1)
     browser.run(f"{SILENCE}.click()")
     assert browser.run("document.querySelectorAll('.was').length") == 3
+    enter(browser, " ")
+    browser.until(f"{OUTPUT}.textContent === ''")
     assert complaints(browser) == []
 
 

@@ -52,6 +52,33 @@ def test_views_of_a_typed_text_equal_those_of_a_page_opened_with_it(
     assert len(names) >= 5 and complaints(browser) == []
 
 
+@pytest.mark.parametrize("kind", ["pairs", "lm", "classes", "masked", "image"])
+def test_every_view_has_an_introduction(browser: chromium.Chromium, kind: str, tmp_path: Path) -> None:
+    open_page(browser, letters() if kind == "pairs" else family(kind), tmp_path)
+    names = browser.run(TABS)
+    for name in names:
+        browser.click(f"#tab-{name}")
+        first = browser.run("document.querySelector('#panel > p.dim:first-child')?.textContent ?? ''")
+        assert len(first) > 40 and first.endswith("."), (name, first)
+    if kind == "pairs":
+        browser.click(".tools .quiet")  # compare
+        browser.click("#tab-alignment")
+        assert browser.run("document.querySelectorAll('#panel p.dim').length") == 1, "for both inputs"
+
+
+def test_tabs_of_a_phone_scroll_in_one_row(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+    browser.resize(390)
+    open_page(browser, pairs, tmp_path)
+    assert browser.run("new Set(Array.from(document.querySelectorAll('[role=tab]'), tab => tab.offsetTop)).size") == 1
+    browser.run("document.getElementById('tab-overview').focus()")
+    for _ in range(len(browser.run(TABS)) - 1):
+        browser.key("ArrowRight")
+    assert browser.run("document.activeElement.getAttribute('aria-selected')") == "true"
+    left, right = browser.run("(box => [box.left, box.right])(document.activeElement.getBoundingClientRect())")
+    assert left >= 0 and right <= 390, "the chosen tab is visible"
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+
+
 def test_address_restores_the_view_and_the_request(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     path = open_page(browser, pairs, tmp_path, "heads")
     enter(browser, "dabba")

@@ -105,6 +105,7 @@ test("problems and failures are reported, and the last trace is kept", () => {
   side.input = { source: "" };
   answer(engine, side, wishes);
   assert.equal(side.problem, "Type something.");
+  assert.deepEqual(side.hypotheses, [], "the output of the last input is gone");
   side.input = { source: "bad" };
   answer(engine, side, wishes);
   assert.equal(side.problem, "The computation failed: no");

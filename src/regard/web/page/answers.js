@@ -15,18 +15,19 @@ export const answerNodes = () => ({
     class: "nbest",
     role: "group",
     "aria-label": "hypotheses",
-    title: "Ranked by the log-probability per token",
   }),
   status: h("p", { class: "status", role: "status" }),
 });
 
 export function writeAnswer(live, side, nodes) {
-  const { output, choices, before, status } = nodes,
+  const { output, choices, before, nbest, status } = nodes,
     { engine } = live;
-  put(choices);
-  put(before);
+  for (const node of [choices, before]) put(node);
   put(status, ...statusOf(side));
-  if (!side.trace) return;
+  if (!side.trace || (side.problem && !side.hypotheses.length)) {
+    for (const node of [output, nbest]) put(node);
+    return;
+  }
   if (engine.decodes) {
     writeHypothesis(live, side, nodes);
     if (side.before)
@@ -60,11 +61,6 @@ function statusOf(side) {
 function writeHypothesis(live, side, { output, choices, nbest }) {
   const chosen = side.hypotheses[side.chosen];
   output.classList.toggle("spaced", live.engine.spaced);
-  if (!chosen) {
-    put(output);
-    put(nbest);
-    return;
-  }
   const tokens = chosen.tokens.map((token, t) =>
     tokenButton(token, chosen.scores[t], t < side.prefix.length, () =>
       openAlternatives(live, side, t, choices, tokens),
@@ -103,12 +99,17 @@ function writeHypothesis(live, side, { output, choices, nbest }) {
               click: () => live.inspect(side, i),
             },
             h("bdi", {}, each.text.trim() ? each.text : visible(each.text)),
-            h("small", {}, percent(Math.exp(each.score))),
+            h(
+              "small",
+              { title: `${percent(Math.exp(each.score))} for the whole output` },
+              percent(Math.exp(each.normalized)),
+            ),
           ),
         )
       : [];
   roving(others, { start: side.chosen });
-  put(nbest, ...others);
+  const order = live.wishes.strategy === "sample" ? "Samples with their" : "Ranked by the";
+  put(nbest, others.length ? h("span", { class: "dim" }, `${order} mean probability per token:`) : null, ...others);
 }
 
 const forcedNote = (live, side) =>

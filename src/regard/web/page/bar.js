@@ -2,10 +2,11 @@
 // The bar above the views: input fields with their answers, and search settings.
 
 import { h, put, roving } from "../shared/dom.js";
+import { featureField } from "../shared/fields.js";
 import { plural } from "../shared/text.js";
 import { answerNodes, writeAnswer } from "./answers.js";
 import { choice } from "./controls.js";
-import { featureField, padOf, textField, tokenChips } from "./fields.js";
+import { padOf, textField, tokenChips } from "./fields.js";
 import { BOUNDS, STRATEGIES } from "./session.js";
 import { shorter } from "./words.js";
 
@@ -118,7 +119,7 @@ function sideOf(live, side, number) {
   if (engine.features)
     row(
       h("label", { class: "name", for: id + "-features" }, "features"),
-      featureField(id + "-features", side.input.features, engine.features, (text) => {
+      featureField({ id: id + "-features", class: "field features" }, side.input.features, engine.features, (text) => {
         side.input = { ...side.input, features: text };
         changed();
       }),

@@ -208,68 +208,50 @@ export class Engine {
     });
   }
 
-  rows(tokens) {
-    return {
-      tokens,
-      directions: (texts) =>
-        Object.fromEntries(
-          Object.keys(tokens).map((name) => [
-            name,
-            direction(texts[name === "input" ? "output" : name] || texts.text || ""),
-          ]),
-        ),
-    };
+  // The directions of token rows, which are those of their texts.
+  directions(tokens, texts) {
+    const textOf = (name) => texts[name === "input" ? "output" : name] || texts.text || "";
+    return Object.fromEntries(Object.keys(tokens).map((name) => [name, direction(textOf(name))]));
   }
 
   tracePair(input, ids) {
     const all = this.codec.encodeSource(input),
       output = ids.length ? ids : [this.codec.ids.eos];
     const source = all.slice(0, constants.max_tokens),
-      labels = output.slice(0, constants.max_tokens),
-      fed = [this.block.start_id, ...labels.slice(0, -1)];
-    const { state, record: before } = this.startOf(source),
-      record = before.fork();
-    record.rows.decoder = fed.length;
-    const { x } = this.model.read(fed, state, { record }),
-      nameOf = (id) => this.targetToken(id);
-    const texts = { ...this.sourceTexts("source", input), output: this.codec.decodeTarget(labels) };
-    const { tokens, directions } = this.rows({
-      source: source.map((id) => this.codec.piece(this.codec.source, id)),
-      input: fed.map(nameOf),
-      output: labels.map(nameOf),
-    });
+      labels = output.slice(0, constants.max_tokens);
+    const { state, record } = this.startOf(source);
     return {
-      record,
-      logits: this.model.predict(x, fed.length, record),
-      labels,
-      nameOf,
-      texts,
-      tokens,
-      directions: directions(texts),
+      ...this.traceDecoder(
+        state,
+        record.fork(),
+        labels,
+        {
+          source: source.map((id) => this.codec.piece(this.codec.source, id)),
+        },
+        { ...this.sourceTexts("source", input), output: this.codec.decodeTarget(labels) },
+      ),
       notes: [...shortened("source", all), ...shortened("output", output)],
     };
   }
 
   traceContinuation(input, ids) {
-    const all = [...this.codec.target.encode(input.source), ...ids],
-      labels = all.slice(0, constants.max_tokens),
-      fed = [this.block.start_id, ...labels.slice(0, -1)];
-    const record = new Recorder();
-    record.rows.decoder = fed.length;
-    const { x } = this.model.read(fed, this.model.start(), { record }),
-      nameOf = (id) => this.targetToken(id);
+    const all = [...this.codec.target.encode(input.source), ...ids];
     const texts = { text: input.source, ...(ids.length ? { continuation: this.codec.decodeTarget(ids) } : {}) };
-    const { tokens, directions } = this.rows({ input: fed.map(nameOf), output: labels.map(nameOf) });
     return {
-      record,
-      logits: this.model.predict(x, fed.length, record),
-      labels,
-      nameOf,
-      texts,
-      tokens,
-      directions: directions(texts),
+      ...this.traceDecoder(this.model.start(), new Recorder(), all.slice(0, constants.max_tokens), {}, texts),
       notes: shortened("text", all),
     };
+  }
+
+  // The part of a trace that is the same for every decoder: it reads the labels, shifted by the start token.
+  traceDecoder(state, record, labels, sourceTokens, texts) {
+    const fed = [this.block.start_id, ...labels.slice(0, -1)],
+      nameOf = (id) => this.targetToken(id);
+    record.rows.decoder = fed.length;
+    const { x } = this.model.read(fed, state, { record });
+    const tokens = { ...sourceTokens, input: fed.map(nameOf), output: labels.map(nameOf) };
+    const logits = this.model.predict(x, fed.length, record);
+    return { record, logits, labels, nameOf, texts, tokens, directions: this.directions(tokens, texts) };
   }
 
   // Encoder models: a classifier or a masked language model.
@@ -282,8 +264,8 @@ export class Engine {
     const { states } = this.model.encode(source, { record }),
       notes = [...shortened("text", all), ...this.template.notes.filter((note) => note.kind === "method")];
     const texts = this.sourceTexts("text", input),
-      { tokens, directions } = this.rows({ source: source.map(piece) }),
-      made = { record, texts, tokens, directions: directions(texts), notes };
+      tokens = { source: source.map(piece) },
+      made = { record, texts, tokens, directions: this.directions(tokens, texts), notes };
     if (this.model.classifies)
       return {
         ...made,

@@ -1,77 +1,27 @@
 // @ts-check
-// Input fields: text, features, tokens, and an image to draw or drop.
+// Input fields of the live page: text, tokens, and an image to draw or drop.
 
 import { h, put } from "../shared/dom.js";
+import { fit, growingField, TYPED } from "../shared/fields.js";
 import { visible, word } from "../shared/text.js";
 import { filmOf } from "./view-image.js";
 
-// Input fields: text that grows with its content, features with completion, chips of tokens.
-
 // changed(text) is called at every key press; for an input method, at the end of a composition.
 export function textField(id, text, oneLine, changed) {
-  const field = h("textarea", {
-    id,
-    class: "field",
-    rows: 1,
-    dir: "auto",
-    spellcheck: "false",
-    autocomplete: "off",
-    autocapitalize: "off",
-    maxlength: 4000,
-  });
+  const field = growingField({ id, class: "field", rows: 1, maxlength: 4000 });
   field.value = text;
-  const fit = () => {
-    field.style.height = "auto";
-    field.style.height = field.scrollHeight + 2 + "px";
-  };
   field.addEventListener("input", () => {
-    if (oneLine && /[\n\r]/.test(field.value)) field.value = field.value.replace(/[\n\r]+/g, " ");
-    fit();
+    if (oneLine && /[\n\r]/.test(field.value)) {
+      field.value = field.value.replace(/[\n\r]+/g, " ");
+      fit(field);
+    }
     changed(field.value);
   });
   if (oneLine)
     field.addEventListener("keydown", (event) => {
       if (event.key === "Enter") event.preventDefault();
     });
-  requestAnimationFrame(fit);
-  window.addEventListener("resize", fit);
   return field;
-}
-
-const MOST_OPTIONS = 60;
-
-// Features between separators; the list completes the last one.
-export function featureField(id, text, { names, separator }, changed) {
-  const list = h("datalist", { id: id + "-names" });
-  const field = h("input", {
-    id,
-    class: "field features",
-    type: "text",
-    list: id + "-names",
-    spellcheck: "false",
-    autocomplete: "off",
-    autocapitalize: "off",
-    maxlength: 1000,
-    placeholder: names.slice(0, 3).join(separator),
-  });
-  field.value = text;
-  function complete() {
-    const cut = field.value.lastIndexOf(separator) + 1,
-      before = field.value.slice(0, cut),
-      begun = field.value.slice(cut).trim().toLowerCase();
-    const had = new Set(before.split(separator).map((name) => name.trim()));
-    const fitting = names.filter((name) => !had.has(name) && name.toLowerCase().startsWith(begun));
-    put(
-      list,
-      fitting.slice(0, MOST_OPTIONS).map((name) => h("option", { value: before + name })),
-    );
-  }
-  field.addEventListener("input", () => {
-    complete();
-    changed(field.value);
-  });
-  field.addEventListener("focus", complete);
-  return h("span", { class: "with-list" }, field, list);
 }
 
 // Removable chips of tokens, and a field to add more. read() -> ids; change(ids); encode(text) -> {ids, unknown}
@@ -79,13 +29,10 @@ export function tokenChips(label, hint, { read, change, encode, name }) {
   const chips = h("span", { class: "chips" }),
     status = h("small", { class: "status" });
   const field = h("input", {
+    ...TYPED,
     type: "text",
     "aria-label": label,
     placeholder: hint,
-    dir: "auto",
-    spellcheck: "false",
-    autocomplete: "off",
-    autocapitalize: "off",
     maxlength: 500,
   });
   field.addEventListener("change", () => {

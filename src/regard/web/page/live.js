@@ -172,7 +172,7 @@ class Live {
   }
 
   sideOf(trace) {
-    return this.sides.find((side) => side.input && side.trace === trace) || null;
+    return this.sides.find((side) => side.input && !side.problem && side.trace === trace) || null;
   }
   attributionCost(trace) {
     const side = this.sideOf(trace);

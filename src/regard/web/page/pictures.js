@@ -104,6 +104,7 @@ function fillPosition(panel, room) {
   }
   put(
     panel,
+    h("p", { class: "dim" }, "How the model represents the position of a token, or the distance between two tokens."),
     h(
       "div",
       { class: "controls" },

@@ -78,8 +78,8 @@ export function answer(engine, side, wishes, draft = false) {
   const found = guarded(() => engine.generate(side.input, optionsOf(engine, side, wishes, draft)));
   side.unknown = found.unknown || [];
   side.problem = found.problem;
+  side.hypotheses = side.problem ? [] : found.hypotheses; // never the output of an earlier input
   if (side.problem) return;
-  side.hypotheses = found.hypotheses;
   side.chosen = 0;
   side.before =
     engine.silenced.size && !draft

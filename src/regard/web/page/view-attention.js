@@ -86,6 +86,11 @@ function fillAlignment(panel, room) {
   put(
     panel,
     h(
+      "p",
+      { class: "dim" },
+      "How much each output token attends to each source token. Point at a token to see its links.",
+    ),
+    h(
       "div",
       { class: "controls" },
       data.alignment.length > 1
@@ -169,6 +174,11 @@ function fillHeads(panel, room) {
   const keydown = silencing(map, oneHead(map));
   put(
     panel,
+    h(
+      "p",
+      { class: "dim" },
+      "Where the heads of one layer read from. Choose a layer and a head, or several heads at once.",
+    ),
     h(
       "div",
       { class: "controls", keydown },

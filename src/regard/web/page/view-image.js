@@ -77,6 +77,7 @@ function fillImage(panel, room) {
   const photo = photoFigure(room, shot, chosenPlane(map), names);
   put(
     panel,
+    h("p", { class: "dim" }, "Which patches of the image a head attends to, from the class token or from a patch."),
     h(
       "div",
       { class: "controls" },

@@ -97,6 +97,13 @@ function fillOutput(panel) {
   put(
     panel,
     h(
+      "p",
+      { class: "dim" },
+      data.unit === "class"
+        ? "The predicted class and the other classes with their probabilities."
+        : "Each token of the output with its probability and the tokens considered instead; choose a row for details.",
+    ),
+    h(
       "section",
       { class: "card scroll" },
       h(

@@ -28,11 +28,14 @@ export function visible(token) {
 /** Whether a token begins with the space before a word. @param {string} token */
 export const startsWord = (token) => /^ [^ ]/.test(token);
 
-/** A token as an element; the space before a word is shown in a lighter colour. @param {string} token */
+/**
+ * A token as an element; the space before a word is shown in a lighter colour, and a lone combining mark larger.
+ * @param {string} token
+ */
 export const word = (token) =>
   h(
     "bdi",
-    { class: isSpecial(token) ? "special" : null },
+    { class: isSpecial(token) ? "special" : /^ ?\p{M}/u.test(token) ? "mark" : null },
     startsWord(token) ? [h("i", {}, "␣"), visible(token.slice(1))] : visible(token),
   );
 
