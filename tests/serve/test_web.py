@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlencode
 
 import pytest
 
@@ -26,13 +28,17 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this mac
 KEY = "k" * 20
 MARKUP = ["<img/src=x/onerror=window.hit=1>", "<script>window.hit=1</script>", "</button><b>bold</b>"]
 HEBREW = ["שלום", "עולם", "ספר"]
+POINTED = ["אָזַל", "סֵפֶר", "בָּנָה"]  # with combining marks
+FEATURES = ("FUT", "PL", "V")
 SETTLED = "document.getElementById('single').dataset.state === 'idle'"
 
 
-def untrained(kind: str, words: list[str]) -> Run:
+def untrained(kind: str, words: list[str], features: tuple[str, ...] = ()) -> Run:
     """A run with random weights and a tokenizer trained on `words`."""
     tokenizer = Tokenizer.train(kind, words)
-    codec = Codec(tokenizer, tokenizer)
+    codec = Codec(
+        tokenizer, tokenizer, features, ("source", "features", "target") if features else ("source", "target")
+    )
     model = tiny(vocab=codec.target_vocab)
     return Run(model.config, codec, model, Path("run"))
 
@@ -42,7 +48,7 @@ def runs(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     path = tmp_path_factory.mktemp("web")
     new_runs = {
         "lm": family("lm"), "cls": family("classes"), "markup": untrained("space", MARKUP),
-        "hebrew": untrained("char", HEBREW),
+        "hebrew": untrained("char", HEBREW), "inflection": untrained("char", POINTED, FEATURES),
     }  # fmt: skip
     for name, run in new_runs.items():
         run.save(path / name)
@@ -57,10 +63,22 @@ def client(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> I
         yield client
 
 
+def open_link(browser: chromium.Chromium, client: Client, **state: str) -> None:
+    """Open the page with a state in its address; the API key is the password of HTTP basic authentication."""
+    browser.open(client.url.replace("//", f"//user:{KEY}@") + f"/#{urlencode(state)}")
+    browser.until(SETTLED)
+
+
+def address(page: chromium.Chromium) -> dict[str, list[str]]:
+    """The state in the address."""
+    fragment: str = page.run("location.hash.slice(1)")
+    return parse_qs(fragment, keep_blank_values=True)
+
+
 @pytest.fixture
 def page(browser: chromium.Chromium, client: Client) -> Iterator[chromium.Chromium]:
-    """The page with the first run selected; the API key is the password of HTTP basic authentication."""
-    browser.open(client.url.replace("//", f"//user:{KEY}@") + "/")
+    """The page with the first run selected."""
+    open_link(browser, client)
     yield browser
     problems = [
         event["params"]
@@ -118,6 +136,10 @@ def test_output_appears_while_typing(page: chromium.Chromium, runs: dict[str, Pa
     until_output(page, expected[0].text)
     assert page.run("added.length") >= 5  # token by token
     assert texts(page, "#nbest .whole") == [h.text for h in expected]
+    shares = [float(text.strip("<%")) for text in texts(page, "#nbest .whole + span")]
+    assert shares == pytest.approx([100 * math.exp(h.score / len(h.tokens)) for h in expected], abs=0.5)
+    assert shares == sorted(shares, reverse=True) and len(set(shares)) > 1
+    assert page.run("document.querySelector('output').closest('section').contains(document.getElementById('nbest'))")
     assert texts(page, ".tokens bdi") == [*expected[0].tokens[:-1], "end"]
     visible_links = [
         (s, t) for t, row in enumerate(expected[0].alignment.soft) for s, weight in enumerate(row) if weight >= 0.05
@@ -164,6 +186,9 @@ def test_output_respects_required_and_forbidden_phrases(page: chromium.Chromium,
     write(page, "#source", "cab")
     unconstrained = output(page)
     assert "B" in unconstrained and "EH" not in unconstrained
+    page.click("#steering summary")
+    labels = ["Begins with", "Contains", "Must not contain", "Beam", "Temperature", "Seed", "Maximum length"]
+    assert texts(page, "#steering .field > :first-child") == labels
     for field, phrase, request in (
         ("#forbid", "B", {"forbid": ["B"]}),
         ("#require", "EH", {"forbid": ["B"], "require": ["EH"]}),
@@ -179,6 +204,8 @@ def test_output_respects_required_and_forbidden_phrases(page: chromium.Chromium,
 
 def test_error_message_is_shown(page: chromium.Chromium) -> None:
     write(page, "#source", "cab")
+    assert not page.run("document.getElementById('steering').open")
+    page.click("#steering summary")
     page.click("#prefix")
     page.write("Q")
     page.until("!document.getElementById('problem').hidden")
@@ -292,10 +319,16 @@ def test_batch_continues_after_a_failed_request(page: chromium.Chromium) -> None
     )
     page.click("#start")
     page.until("!document.getElementById('problem').hidden")
-    assert "200 lines of 250 are done" in texts(page, "#problem")[0]
+    assert "10 lines of 250 are done" in texts(page, "#problem")[0]
     assert texts(page, "#start") == ["Continue"]
+    page.run(
+        "window.seen = []; new MutationObserver(() => seen.push(document.querySelector('progress').value)).observe("
+        "document.querySelector('progress'), {attributes: true}); 0"
+    )
     page.click("#start")
     page.until("document.body.innerText.includes('250 of 250 lines')")
+    seen = page.run("seen")
+    assert len(seen) > 4 and seen == sorted(seen) and seen[-1] == 1, "progress within the lines"
     page.click("#lines")
     page.key("a")  # editing the lines discards the answers
     assert not page.run("document.querySelectorAll('#batch tr').length")
@@ -309,6 +342,7 @@ def test_markup_is_escaped_and_hebrew_runs_from_right_to_left(page: chromium.Chr
     assert any(token in output(page) for token in MARKUP)
     page.click(".token")
     page.until("document.querySelectorAll('.alternative').length > 1")
+    page.click("#steering summary")
     page.click("#forbid")
     page.write(MARKUP[1])
     page.key("Enter")
@@ -329,6 +363,111 @@ def test_markup_is_escaped_and_hebrew_runs_from_right_to_left(page: chromium.Chr
     assert page.run("getComputedStyle(document.getElementById('source')).direction") == "rtl"
     places = page.run("Array.from(document.querySelector('.words').children, n => n.getBoundingClientRect().left)")
     assert len(places) > 3 and places == sorted(places, reverse=True)
+
+
+def test_tokens_of_a_right_to_left_text_run_from_right_to_left(page: chromium.Chromium, client: Client) -> None:
+    """Names of features come before the source tokens, but do not change the direction of the row."""
+    open_link(page, client, run="inflection", source=POINTED[0], features="V;PL", prefix=POINTED[0][:2])
+    rows = "Array.from(document.querySelectorAll('.words, .tokens'), row => row.dir)"
+    page.until(f"{rows}.join() === 'rtl,rtl,rtl'")
+    assert texts(page, ".words:first-child .word")[:3] == ["V", "PL", POINTED[0][0]]
+    page.until("document.querySelectorAll('.links path').length > 0")
+    source, output = page.run(
+        "Array.from(document.querySelectorAll('.words'), row => Array.from(row.children, node => {"
+        " const box = node.getBoundingClientRect(); return box.left + box.width / 2; }))"
+    )
+    assert source == sorted(source, reverse=True) and output == sorted(output, reverse=True)
+    ends = page.run(
+        "Array.from(document.querySelectorAll('.links path'), path => [path.getPointAtLength(0), path.getPointAtLength("
+        "1e6)].map(point => point.x + document.querySelector('.links').getBoundingClientRect().left))"
+    )
+    for above, below in ends:
+        assert min(abs(above - x) for x in source) < 1 and min(abs(below - x) for x in output) < 1
+    page.run("document.querySelector('.token').focus()")
+    page.key("ArrowLeft")
+    assert page.run("document.activeElement === document.querySelectorAll('.token')[1]")
+    sizes = "Array.from(document.querySelectorAll('.mark'), node => parseFloat(getComputedStyle(node).fontSize))"
+    assert min(page.run(sizes)) >= 24, "combining marks are legible"
+
+
+def test_features_of_the_run_are_offered(page: chromium.Chromium, client: Client) -> None:
+    assert not page.run("document.getElementById('features')?.offsetHeight")
+    open_link(page, client, run="inflection", source=POINTED[0])
+    assert "features" in texts(page, "#problem")[0]
+    page.click("#features")
+    options = "Array.from(document.querySelectorAll('#features-names option'), option => option.value)"
+    assert page.run(options) == list(FEATURES)
+    page.write("V;p")
+    assert page.run(options) == ["V;PL"]
+    page.write("L")
+    page.until(f"{SETTLED} && document.getElementById('problem').hidden")
+    assert output(page) != ""
+
+
+def test_input_grows_with_its_text_and_empties_the_output(page: chromium.Chromium, client: Client) -> None:
+    height = page.run("document.getElementById('source').offsetHeight")
+    page.click("#source")
+    page.call("Input.insertText", text="cab\n" * 8)
+    assert page.run("document.getElementById('source').offsetHeight") > height
+    page.until(f"{SETTLED} && document.querySelector('output').textContent !== ''")
+    page.run("document.getElementById('source').select()")
+    page.key("Backspace")
+    until_output(page, "")
+    assert page.run("document.getElementById('source').offsetHeight") == height
+    visible = "Array.from(document.querySelectorAll('#nbest, .links'), node => node.offsetHeight)"
+    assert page.run(visible) == [0, 0]
+
+
+def test_link_reproduces_run_input_and_options(
+    page: chromium.Chromium, client: Client, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    write(page, "#source", "cab")
+    page.click("#steering summary")
+    page.click("#forbid")
+    page.write("B")
+    page.key("Enter")
+    page.run("document.getElementById('beam').select()")
+    page.write("3")
+    state = {"run": ["toy"], "beam": ["3"], "forbid": ["B"], "source": ["cab"]}
+    page.until("location.hash.includes('beam=3')")
+    assert address(page) == state
+    expected = regard.load(runs["toy"]).generate([regard.Request("cab", forbid=["B"])], beam=3, nbest=3)[0]
+    until_output(page, expected[0].text)
+    link = page.run("location.hash.slice(1)")
+    open_link(page, client)
+    assert output(page) == ""
+    open_link(page, client, **{name: values[0] for name, values in state.items()})
+    until_output(page, expected[0].text)
+    assert texts(page, "#nbest .whole") == [h.text for h in expected]
+    sent = [event["params"]["request"] for event in page.events if event.get("method") == "Network.requestWillBeSent"]
+    assert sent and not any("cab" in request["url"] for request in sent), "the fragment is not sent"
+    page.run("location.hash = '#run=lm&source=ab&seed=2'")
+    model = regard.load(runs["lm"])
+    until_output(page, model.generate(["ab"], sample=True, temperature=0.8, seed=2, max_length=40)[0][0].text)
+    page.run(f"location.hash = {json.dumps(link)}")
+    until_output(page, expected[0].text)
+
+
+def test_link_to_lines_opens_them(page: chromium.Chromium, client: Client) -> None:
+    open_link(page, client, run="lm", mode="batch", lines="ab\ncab", beam="2")
+    assert page.run("document.getElementById('lines').value") == "ab\ncab"
+    assert page.run("document.getElementById('batch-beam').value") == "2"
+    page.until("location.hash.includes('lines=')")
+    assert address(page) == {"run": ["lm"], "mode": ["batch"], "beam": ["2"], "lines": ["ab\ncab"]}
+
+
+def test_unusable_parts_of_a_link_are_named_or_ignored(page: chromium.Chromium, client: Client) -> None:
+    open_link(page, client, run=MARKUP[1], source="cab", beam="1e9", mode="constructor", seed="x")
+    assert output(page) != ""
+    values = [page.run(f"document.getElementById('{name}').value") for name in ("run", "beam", "seed")]
+    assert values == ["toy", "5", "1"]
+    page.until("!document.getElementById('unlinked').hidden")
+    assert MARKUP[1] in texts(page, "#unlinked")[0]
+    page.run("document.getElementById('source').value = ''")
+    page.click("#source")
+    page.call("Input.insertText", text="cab" * 2000)
+    page.until("!location.hash.includes('source=')")
+    assert "not part of a link: the input" in texts(page, "#unlinked")[0]
 
 
 def test_page_fits_the_width_of_a_phone(page: chromium.Chromium, client: Client) -> None:

@@ -25,9 +25,10 @@ TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg":
 ASSETS = {"/": "server/index.html", "/docs": "server/docs.html"} | {
     f"/web/{name}": name
     for name in (
-        "shared/constants.js", "shared/direction.js", "shared/dom.js", "shared/text.js", "server/api.js",
-        "server/batch.js", "server/docs.js", "server/format.js", "server/icon.svg", "server/links.js", "server/main.js",
-        "server/output.js", "server/single.js", "server/style.css",
+        "shared/constants.js", "shared/direction.js", "shared/dom.js", "shared/fields.js", "shared/text.js",
+        "server/address.js", "server/api.js", "server/batch.js", "server/docs.js", "server/format.js",
+        "server/icon.svg", "server/links.js", "server/main.js", "server/output.js", "server/single.js",
+        "server/style.css",
     )
 }  # fmt: skip
 

@@ -234,6 +234,8 @@ def describe(name: str, run: Run) -> Result:
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "labels": list(run.labels),
         "features": "features" in run.codec.columns,
+        "feature_names": list(run.codec.features),
+        "feature_separator": run.codec.feature_separator,
         "kinds": [] if run.task.reads == "images" else kinds,  # requests contain text only
     }
 

@@ -3,11 +3,15 @@
 
 import { constants } from "../shared/constants.js";
 import { h, put } from "../shared/dom.js";
+import { TYPED } from "../shared/fields.js";
 import { plural } from "../shared/text.js";
 import { patiently, post } from "./api.js";
-import { BEAM } from "./format.js";
+import { BEAM, setNumber } from "./format.js";
 
-const PART = 200; // lines per request, if the server accepts as many inputs
+const USUAL_BEAM = "5";
+const FIRST_PART = 10,
+  LARGEST_PART = 200; // lines of a request, if the server accepts as many inputs
+const PART_SECONDS = 1; // target duration of a request, so that the progress is visible
 const SHOWN = 100; // rows of the table
 const LARGEST = 50_000_000; // bytes of a file
 const ALONE = new Set([413, 422, 504]); // status codes that a smaller request may avoid
@@ -43,22 +47,19 @@ const KINDS = {
   },
 };
 
+// The number of lines of the next request: about a second of work, at most twice as many as before.
+const nextPart = (lines, seconds) =>
+  Math.max(1, Math.min(Math.round((lines * PART_SECONDS) / seconds), 2 * lines, LARGEST_PART, constants.max_inputs));
+
 export class Batch {
-  constructor(panel, report) {
+  constructor(panel, report, remember) {
     this.report = report;
+    this.remember = remember; // called when the state changes
     this.file = null;
     this.answers = [];
     this.errors = [];
     this.controller = null;
-    this.lines = h("textarea", {
-      id: "lines",
-      rows: 8,
-      dir: "auto",
-      spellcheck: "false",
-      autocomplete: "off",
-      autocapitalize: "off",
-      input: () => this.changed(),
-    });
+    this.lines = h("textarea", { ...TYPED, id: "lines", rows: 8, input: () => this.changed() });
     this.picker = h("input", {
       id: "file",
       type: "file",
@@ -67,7 +68,7 @@ export class Batch {
     });
     this.held = h("p", { hidden: true });
     this.beam = h("input", { id: "batch-beam", type: "number", ...BEAM, input: () => this.changed() });
-    this.beam.value = "5";
+    this.beam.value = USUAL_BEAM;
     this.beamField = h("label", { class: "field", for: "batch-beam" }, h("span", {}, "Beam"), this.beam);
     this.format = h("p", { class: "dim" });
     this.start = h("button", { type: "button", class: "primary", id: "start", click: () => this.run() }, "Start");
@@ -135,12 +136,29 @@ export class Batch {
     this.changed();
   }
 
+  // The lines and the beam as [name, value, name on the page]; a link to a file holds its lines.
+  parts() {
+    return [
+      ["beam", this.beam.value === USUAL_BEAM ? "" : this.beam.value],
+      ["lines", this.text, this.file ? "the file" : "the lines"],
+    ];
+  }
+
+  restore(parts) {
+    if (!parts.has("lines")) return;
+    this.forget();
+    this.lines.value = parts.get("lines");
+    setNumber(this.beam, parts.get("beam"), USUAL_BEAM);
+    this.changed();
+  }
+
   get text() {
     return this.file ? this.file.text : this.lines.value;
   }
 
   // New input, run or beam: discard the earlier answers.
   changed() {
+    this.remember();
     if (this.controller) this.controller.abort();
     this.answers = [];
     this.errors = [];
@@ -202,13 +220,17 @@ export class Batch {
     this.stop.hidden = this.bar.hidden = false;
     this.stop.focus();
     try {
-      const lines = Math.min(PART, constants.max_inputs);
-      for (let at = answers.length; at < this.given.length; at += lines) {
+      const began = performance.now(),
+        before = answers.length;
+      for (let at = before, lines = FIRST_PART; at < this.given.length; at = answers.length) {
+        const sent = performance.now();
         const part = await this.ask(this.given.slice(at, at + lines), signal);
         if (signal.aborted) break;
         this.errors.push(...part.map((x, i) => at + i).filter((i) => part[i - at].error));
         answers.push(...part);
-        this.progress();
+        const now = performance.now();
+        lines = nextPart(lines, (now - sent) / 1000);
+        this.progress((((now - began) / 1000) * (this.given.length - answers.length)) / (answers.length - before));
       }
     } catch (error) {
       if (error.name !== "AbortError")
@@ -245,7 +267,8 @@ export class Batch {
     }
   }
 
-  progress() {
+  // `left`: estimated seconds until the last line.
+  progress(left = 0) {
     const done = this.answers.length,
       failed = this.errors.length;
     this.bar.value = done / this.given.length;
@@ -254,6 +277,11 @@ export class Batch {
       this.state,
       `${done.toLocaleString("en")} of ${plural(this.given.length, "line")}`,
       failed ? ` · ${plural(failed, "error")}` : "",
+      left > 100
+        ? ` · about ${Math.round(left / 60)} minutes left`
+        : left > 2
+          ? ` · about ${Math.round(left)} seconds left`
+          : "",
     );
     const first = Array.from({ length: Math.min(done, SHOWN) }, (_, i) => i);
     const shown = Array.from(new Set([...this.errors.slice(0, SHOWN), ...first]))

@@ -3,7 +3,6 @@
 
 import { direction } from "../shared/direction.js";
 import { h, put } from "../shared/dom.js";
-import { isSpecial } from "../shared/text.js";
 import { word } from "./format.js";
 
 const LEAST = 0.05; // smaller weights are not drawn
@@ -23,20 +22,21 @@ export class Links {
     new ResizeObserver(() => this.draw()).observe(this.inner);
   }
 
-  show(alignment, tokens) {
+  // A row runs in the direction of its text: single tokens do not show it, since names of features come first.
+  show({ source, output }, alignment, tokens) {
     this.soft = alignment.soft;
-    this.source = alignment.source;
     this.output = tokens.slice(0, alignment.soft.length);
-    for (const [row, texts] of [
-      [this.rows[0], this.source],
-      [this.rows[1], this.output],
+    for (const [row, text, parts] of [
+      [this.rows[0], source, alignment.source],
+      [this.rows[1], output, this.output],
     ]) {
-      row.dir = direction(texts.filter((token) => !isSpecial(token)).join(""));
+      row.dir = direction(text);
       put(
         row,
-        texts.map((token) => h("span", { class: "word" }, word(token))),
+        parts.map((token) => h("span", { class: "word" }, word(token))),
       );
     }
+    this.element.dir = this.rows[0].dir; // the side from which a long text is read
     Array.from(this.rows[1].children, (node, i) => {
       node.addEventListener("mouseenter", () => this.highlight(i));
       node.addEventListener("mouseleave", () => this.highlight(null));

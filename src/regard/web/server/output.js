@@ -1,9 +1,10 @@
 // @ts-check
 // One output: its text, its tokens, and the alternatives for a token.
 
+import { direction } from "../shared/direction.js";
 import { h, put } from "../shared/dom.js";
 import { isEnd, percent, visible } from "../shared/text.js";
-import { bar, number, word } from "./format.js";
+import { bar, number, share, word } from "./format.js";
 
 // The text up to the end of each token, or null where it is unknown. Compared as bytes, because a token may be part
 // of a character, which the server writes as \xe4.
@@ -48,8 +49,6 @@ export function flagNote(flags) {
   const words = Object.entries(flags || {}).map(([name, reason]) => `${name.replaceAll("_", " ")}: ${reason}`);
   return words.length ? h("p", { class: "note" }, words.join("; ")) : null;
 }
-
-const share = (score) => Math.min(1, Math.exp(score));
 
 export class Output {
   // `alternatives(prefix)` requests hypotheses; `choose(prefix, hypothesis)` continues from one of them.
@@ -107,6 +106,7 @@ export class Output {
   piece(piece) {
     this.text.append(piece.text);
     this.tokens.append(this.token(piece.token, piece.score, this.tokens.children.length, false));
+    this.tokens.dir = direction(this.text.textContent);
   }
 
   show(hypothesis) {
@@ -131,6 +131,7 @@ export class Output {
       this.tokens,
       hypothesis.tokens.map((token, i) => this.token(token, hypothesis.token_scores[i], i, this.before[i] !== null)),
     );
+    this.tokens.dir = direction(hypothesis.text);
     this.copy.hidden = !hypothesis.text;
     this.close(false);
     this.wanted = null;
@@ -172,7 +173,8 @@ export class Output {
   move(event) {
     const at = Array.from(this.tokens.children).indexOf(document.activeElement),
       count = this.tokens.children.length;
-    const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: count - 1 }[event.key];
+    const right = this.tokens.dir === "rtl" ? -1 : 1;
+    const next = { ArrowRight: at + right, ArrowLeft: at - right, Home: 0, End: count - 1 }[event.key];
     if (event.key === "Escape") this.close(true);
     if (next === undefined || at < 0) return;
     event.preventDefault();

@@ -2,9 +2,10 @@
 // One text: the output appears during decoding and can be steered and inspected.
 
 import { h, put } from "../shared/dom.js";
+import { featureField, fit, growingField, TYPED } from "../shared/fields.js";
 import { percent, plural, visible } from "../shared/text.js";
 import { patiently, post, stream } from "./api.js";
-import { bar, BEAM, number } from "./format.js";
+import { bar, BEAM, number, setNumber, share } from "./format.js";
 import { Links } from "./links.js";
 import { flagNote, Output } from "./output.js";
 
@@ -12,45 +13,22 @@ const DELAY = 200; // milliseconds after the last key
 const ALTERNATIVES = 8;
 
 export class Single {
-  constructor(panel, report) {
+  constructor(panel, report, remember) {
     this.report = report;
+    this.remember = remember; // called when the state changes
     this.panel = panel;
     this.timer = 0;
     this.controller = new AbortController();
-    this.source = h("textarea", {
-      id: "source",
-      rows: 3,
-      dir: "auto",
-      spellcheck: "false",
-      autocomplete: "off",
-      autocapitalize: "off",
-      input: () => this.changed(),
-    });
-    this.features = h("input", {
-      id: "features",
-      type: "text",
-      dir: "auto",
-      spellcheck: "false",
-      autocomplete: "off",
-      autocapitalize: "off",
-      input: () => this.changed(),
-    });
-    this.prefix = h("textarea", {
-      id: "prefix",
-      rows: 1,
-      dir: "auto",
-      spellcheck: "false",
-      autocomplete: "off",
-      autocapitalize: "off",
-      input: () => this.changed(),
-    });
+    this.source = growingField({ id: "source", rows: 3, input: () => this.changed() });
+    this.features = "";
+    this.prefix = growingField({ id: "prefix", rows: 1, input: () => this.changed() });
     this.require = new Phrases("require", "Contains", () => this.changed(0));
-    this.forbid = new Phrases("forbid", "Lacks", () => this.changed(0));
+    this.forbid = new Phrases("forbid", "Must not contain", () => this.changed(0));
     this.numbers = {
       beam: numeric("beam", 5, BEAM, () => this.changed()),
       temperature: numeric("temperature", 0, { min: 0, max: 5, step: 0.1 }, () => this.changed()),
       seed: numeric("seed", 1, { min: 0, step: 1 }, () => this.changed()),
-      max_length: numeric("max_length", "", { min: 1, step: 1 }, () => this.changed()),
+      max_length: numeric("max_length", "", { min: 1, step: 1, placeholder: "tokens" }, () => this.changed()),
     };
     this.again = h(
       "button",
@@ -86,20 +64,30 @@ export class Single {
         field("Beam", "beam", this.numbers.beam),
         field("Temperature", "temperature", this.numbers.temperature),
         field("Seed", "seed", this.numbers.seed),
-        field("Max tokens", "max_length", this.numbers.max_length),
+        field("Maximum length", "max_length", this.numbers.max_length),
       ),
       (this.hint = h("p", { class: "dim" })),
     );
     this.cards = {
-      features: field("Features", "features", this.features),
+      features: h("div", { class: "field" }),
       steering: h("details", { id: "steering" }, h("summary", {}, "Steer"), this.steering),
       output: h("div", {}, this.output.element, this.again),
       nbest: h(
         "section",
-        { class: "card" },
-        h("h2", {}, "n-best"),
+        { class: "ranking" },
+        h(
+          "div",
+          { class: "hypothesis dim" },
+          h("h2", {}, "n-best"),
+          h("span", {}, "per token"),
+          h("span", {}, "whole"),
+        ),
         this.nbest,
-        h("p", { class: "dim" }, "Log-probabilities, ranked per token. Choose one to inspect it."),
+        h(
+          "p",
+          { class: "dim" },
+          "Probabilities of each output: the mean per token, which ranks the list, and of the whole. Choose one to inspect it.",
+        ),
       ),
       alignment: h("section", { class: "card" }, h("h2", {}, "Alignment"), this.links.element),
     };
@@ -116,24 +104,30 @@ export class Single {
           this.cards.features,
           this.cards.steering,
         ),
-        h("section", { class: "card" }, h("h2", {}, "Output"), this.state, this.labels, this.cards.output),
+        h(
+          "section",
+          { class: "card" },
+          h("h2", {}, "Output"),
+          this.state,
+          this.labels,
+          this.cards.output,
+          this.cards.nbest,
+        ),
       ),
-      this.cards.nbest,
       this.cards.alignment,
       this.attention,
     );
-    this.cards.steering.open = window.innerWidth > 820;
   }
 
   // `run` as /v1/models describes it.
   setRun(run) {
     this.run = run;
     this.generates = run.kinds.includes("stream"); // a masked language model fills all masks at once
-    this.cards.features.hidden = !run.features;
     this.cards.steering.hidden = this.cards.output.hidden = !this.generates;
     this.attention.hidden = !run.kinds.includes("inspect");
-    this.numbers.temperature.value = run.task === "lm" ? "0.8" : "0";
-    this.numbers.max_length.value = run.task === "lm" ? "40" : "";
+    const usual = run.task === "lm" ? { temperature: "0.8", max_length: "40" } : {};
+    this.usual = { beam: "5", temperature: "0", seed: "1", max_length: "", ...usual };
+    this.restore(new URLSearchParams([["source", this.source.value]]));
     this.source.placeholder =
       run.task === "lm"
         ? "A text to continue"
@@ -142,17 +136,57 @@ export class Single {
           : run.task === "masked"
             ? "A text with <mask>"
             : "A source text";
-    this.prefix.value = "";
-    this.require.clear();
-    this.forbid.clear();
+  }
+
+  // The input and the options that differ from the usual ones, as [name, value, name on the page].
+  parts() {
+    const numbers = Object.entries(this.numbers).filter(([name, field]) => field.value !== this.usual[name]);
+    return [
+      ...numbers.map(([name, field]) => [name, field.value, name]),
+      ["features", this.features, "the features"],
+      ["prefix", this.prefix.value, "Begins with"],
+      ...this.require.items.map((phrase) => ["require", phrase, "Contains"]),
+      ...this.forbid.items.map((phrase) => ["forbid", phrase, "Must not contain"]),
+      ["source", this.source.value, "the input"],
+    ];
+  }
+
+  // Take over the state of an address.
+  restore(parts) {
+    for (const [name, field] of Object.entries(this.numbers)) setNumber(field, parts.get(name), this.usual[name]);
+    this.features = parts.get("features") ?? "";
+    this.cards.features.hidden = !this.run.features;
+    if (this.run.features) this.offerFeatures();
+    this.source.value = parts.get("source") ?? "";
+    this.prefix.value = parts.get("prefix") ?? "";
+    this.require.set(parts.getAll("require"));
+    this.forbid.set(parts.getAll("forbid"));
+    if (["prefix", "require", "forbid", ...Object.keys(this.numbers)].some((name) => parts.has(name)))
+      this.cards.steering.open = true;
+    fit(this.source);
+    fit(this.prefix);
     this.clear();
     this.changed(0);
+  }
+
+  offerFeatures() {
+    const { feature_names: names, feature_separator: separator } = this.run;
+    const changed = (text) => {
+      this.features = text;
+      this.changed();
+    };
+    put(
+      this.cards.features,
+      h("label", { for: "features" }, "Features"),
+      featureField({ id: "features" }, this.features, { names, separator }, changed),
+    );
   }
 
   changed(delay = DELAY) {
     clearTimeout(this.timer);
     this.controller.abort();
     this.panel.dataset.state = "busy";
+    this.remember();
     this.timer = setTimeout(() => this.decode(), delay);
   }
 
@@ -167,7 +201,7 @@ export class Single {
   // The common part of all requests for this input.
   request() {
     const inputs = { source: this.source.value };
-    if (this.run.features && this.features.value) inputs.features = this.features.value;
+    if (this.run.features && this.features) inputs.features = this.features;
     if (this.prefix.value) inputs.prefix = this.prefix.value;
     if (this.require.items.length) inputs.require = this.require.items;
     if (this.forbid.items.length) inputs.forbid = this.forbid.items;
@@ -250,6 +284,7 @@ export class Single {
     put(this.labels);
     this.output.start();
     const body = { ...this.request(), ...this.strategy() };
+    this.text = this.source.value;
     const first = await this.ask(() =>
       stream("v1/generate", body, signal, (piece) => {
         if (!signal.aborted) this.output.piece(piece);
@@ -288,7 +323,9 @@ export class Single {
               },
             },
             h("span", { class: "whole", dir: "auto" }, each.text || "∅"),
-            h("span", { class: "dim" }, `${number(each.normalized)} per token · ${number(each.score)}`),
+            [each.normalized, each.score].map((score) =>
+              h("span", { title: `log-probability ${number(score)}` }, percent(share(score))),
+            ),
           ),
         ),
       ),
@@ -308,7 +345,8 @@ export class Single {
     this.mark(index);
     this.output.show(hypothesis);
     this.cards.alignment.hidden = !(hypothesis.alignment && hypothesis.alignment.soft.length);
-    if (!this.cards.alignment.hidden) this.links.show(hypothesis.alignment, hypothesis.tokens);
+    if (!this.cards.alignment.hidden)
+      this.links.show({ source: this.text, output: hypothesis.text }, hypothesis.alignment, hypothesis.tokens);
   }
 
   async alternatives(prefix) {
@@ -331,6 +369,7 @@ export class Single {
       return;
     }
     this.prefix.value = prefix;
+    fit(this.prefix);
     this.cards.steering.open = true;
     this.changed(0);
   }
@@ -342,7 +381,7 @@ export class Single {
 
   async classify(signal) {
     const input = { source: this.source.value };
-    if (this.run.features && this.features.value) input.features = this.features.value;
+    if (this.run.features && this.features) input.features = this.features;
     const answer = await this.ask(() => post("v1/classify", { run: this.run.id, inputs: [input] }, signal));
     if (signal.aborted) return;
     const { label, probabilities, flags } = answer.results[0];
@@ -408,7 +447,7 @@ export class Single {
     if (!this.attention.open || this.attention.hidden || !this.source.value.trim()) return;
     const signal = this.controller.signal;
     const body = { run: this.run.id, source: this.source.value };
-    if (this.run.features && this.features.value) body.features = this.features.value;
+    if (this.run.features && this.features) body.features = this.features;
     if (this.generates && this.output.hypothesis) body.target = this.output.hypothesis.text;
     if (this.generates && !body.target) {
       put(this.frame);
@@ -453,13 +492,10 @@ class Phrases {
     this.changed = changed;
     this.list = h("span", { class: "chips" });
     this.input = h("input", {
+      ...TYPED,
       id,
       type: "text",
-      dir: "auto",
       placeholder: "a phrase, then Enter",
-      spellcheck: "false",
-      autocomplete: "off",
-      autocapitalize: "off",
       keydown: (event) => {
         if (event.key === "Enter" && this.input.value) {
           event.preventDefault();
@@ -477,8 +513,8 @@ class Phrases {
     this.element = h("div", { class: "field" }, h("label", { for: id }, label), h("div", {}, this.list, this.input));
   }
 
-  clear() {
-    this.items = [];
+  set(items) {
+    this.items = Array.from(new Set(items));
     this.fill();
   }
 
