@@ -1,8 +1,8 @@
 """Metrics as pure functions of outputs and references, with bootstrap intervals and p-values; shares are in percent.
 
 accuracy    share of sequences that equal a reference
-wer         100 - accuracy: the word error rate of pronunciation and inflection tasks
-per, cer    edits per token (separated by spaces) or character of the references
+wer         100 - accuracy: the sequence error rate, called word error rate in pronunciation and inflection
+per, word_edits, cer    edits per token, word (both separated by spaces) or character of the references
 bleu, chrf, chrf++, ter    by sacrebleu, with its signature
 perplexity  exp of the mean negative log-probability of a token
 
@@ -34,7 +34,9 @@ Sums = tuple[np.ndarray, np.ndarray]  # numerators and denominators of all examp
 SAMPLES = 1000
 SEED = 12345  # the default of sacrebleu
 EXACT_DIGITS = 20  # decimals that represent every score exactly
-LOWER_IS_BETTER = frozenset({"wer", "per", "cer", "ter", "perplexity", "pseudo_perplexity", "loss", "bits_per_char"})
+LOWER_IS_BETTER = frozenset(
+    {"wer", "per", "word_edits", "cer", "ter", "perplexity", "pseudo_perplexity", "loss", "bits_per_char"}
+)
 
 
 class Measurement(NamedTuple):
@@ -62,9 +64,14 @@ class MetricSettings(Value):
 
 DEFAULTS = MetricSettings()
 # Functions that split a text into the units of its edit distance; accuracy and wer compare the whole text.
-UNITS: dict[str, Callable[[str], Sequence[Hashable]]] = {"per": str.split, "cer": str}
+UNITS: dict[str, Callable[[str], Sequence[Hashable]]] = {"per": str.split, "word_edits": str.split, "cer": str}
 RATIOS = ("accuracy", "wer", *UNITS)
 METRICS = (*RATIOS, "bleu", "chrf", "chrf++", "ter", "perplexity")
+MEANING = {  # of names that are read in several ways
+    "wer": "sequence error rate: sequences with an error, in percent",
+    "per": "edits per token of the reference, in percent",
+    "word_edits": "edits per word of the reference, in percent (the word error rate of speech recognition)",
+}
 
 
 def closest(output: Sequence[Hashable], references: Sequence[Sequence[Hashable]]) -> tuple[int, Sequence[Hashable]]:
@@ -228,11 +235,12 @@ def _sacrebleu(name: str, settings: MetricSettings) -> Any:
         raise UserError(f"--bleu-tokenize {tokenize}: sacrebleu cannot get its model: {error}") from None
 
 
-Content = Literal["labels", "tokens", "words", "sentences"]
+Content = Literal["labels", "tokens", "words", "phrases", "sentences"]
 FITTING: Mapping[Content, tuple[str, ...]] = {
     "labels": ("accuracy",),
     "tokens": ("wer", "per", "accuracy"),
     "words": ("wer", "cer", "accuracy"),
+    "phrases": ("wer", "word_edits", "accuracy"),
     "sentences": ("bleu", "chrf", "ter"),
 }
 MIN_WORD_LENGTH = 2.5  # characters on average; shorter units are tokens
@@ -241,11 +249,12 @@ MIN_LABEL_EXAMPLES = 5  # of each label on average; otherwise the references are
 
 def content_of(references: Sequence[str], scheme: str | None) -> Content:
     """The kind of references with this token scheme of a run; None: guess from the text."""
-    if scheme == "space":
-        return "tokens"
     words = [word for reference in references for word in reference.split()]
     if scheme is None and len(references) >= MIN_LABEL_EXAMPLES * len(set(references)):
         return "labels"
-    if len(words) < 2 * len(references):
-        return "words"
-    return "tokens" if scheme is None and sum(map(len, words)) < MIN_WORD_LENGTH * len(words) else "sentences"
+    several = len(words) >= 2 * len(references)
+    if scheme in ("space", None) and sum(map(len, words)) < MIN_WORD_LENGTH * len(words) and several:
+        return "tokens"
+    if scheme == "space":
+        return "phrases" if several else "tokens"
+    return "sentences" if several else "words"

@@ -143,10 +143,7 @@ class Run:
         _require_rows(path, config.model, config.text.sizes or ())
         codec = Codec.load(path, config.text)
         _require_rows(path, config.model, (codec.source_vocab, codec.target_vocab))
-        statistics = Statistics()
-        if (path / STATISTICS).is_file():
-            statistics = parse(Statistics, files.read_json(path / STATISTICS), str(path / STATISTICS))
-        settings = (config.labels, config.pixels, config.task, config.generation, statistics)
+        settings = (config.labels, config.pixels, config.task, config.generation, read_statistics(path))
         return cls(config.model, codec, model.eval(), path, *settings)
 
     def save(self, path: str | Path) -> None:
@@ -241,6 +238,12 @@ def read_config(path: Path) -> RunConfig:
         with suppress(UserError):
             task = saved_recipe(path).task
     return config.model_copy(update={"task": task})
+
+
+def read_statistics(path: Path) -> Statistics:
+    """The statistics of a run; the defaults if it has none."""
+    file = path / STATISTICS
+    return parse(Statistics, files.read_json(file), str(file)) if file.is_file() else Statistics()
 
 
 def closest_run(path: Path) -> str:

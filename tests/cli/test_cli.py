@@ -314,6 +314,11 @@ def test_evaluate_reports_metrics_with_intervals_and_skipped_lines(toy, tmp_path
     assert 0 <= wer["low"] <= wer["score"] <= wer["high"] <= 100
     plain = call("evaluate", toy / "run", toy / "test.tsv", "--metric", "bleu", "--bootstrap", 0)
     assert plain.lines[1].startswith("bleu\t") and "tok:13a" in plain.out
+    assert "sequence error rate" not in plain.out
+    words = call("evaluate", toy / "run", toy / "test.tsv", "--metric", "wer,word_edits,per", "--bootstrap", 0).lines
+    assert words[2].split("\t")[1] == words[3].split("\t")[1]
+    assert any(line.startswith("wer: sequence error rate") for line in words)
+    assert any(line.startswith("word_edits: edits per word") for line in words)
 
 
 def test_evaluate_reports_long_lines_and_unknown_tokens(toy, tmp_path):

@@ -58,7 +58,8 @@ def test_the_demo_runs_and_its_suggested_commands_work(monkeypatch, tmp_path):
     assert "\x1b" not in result.out  # no colours without a terminal
     commands = [line.strip() for line in result.lines if " regard " in f" {line} " and "YOUR" not in line]
     assert len(commands) == 4
-    assert "<html" in (tmp_path / "runs" / "demo" / "pronounce.html").read_text(encoding="utf-8")
+    page = (tmp_path / "runs" / "demo" / "pronounce.html").read_text(encoding="utf-8")
+    assert "<html" in page and '"title":"English pronunciation"' in page
     for line in commands:
         *before, command = line.split(" | ")
         outcome = call(*command.split()[1:], stdin="abacus\n" if before else "")

@@ -63,6 +63,8 @@ def test_default_metrics_follow_the_task(run):
 
     assert default_metrics(Sentences, ["ein Satz mit Wörtern"])[0] == "bleu"
     assert default_metrics(Sentences, ["Wort"])[:2] == ["wer", "cer"]
+    assert default_metrics(run, ["seven hundred and one", "twelve"])[:2] == ["wer", "word_edits"]
+    assert default_metrics(run, ["AH", "EY"])[:2] == ["wer", "per"]
 
 
 def test_pairs_that_are_too_long_are_skipped_and_reported(run, examples):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from kit.models import FAMILIES, LITTLE, WORDS, family, letters, picture
 from kit.page import opened, same_trace, sharpened
+from regard.data.statistics import Statistics
 from regard.decode.request import Options
 from regard.errors import UserError
 from regard.inspect.live import (
@@ -308,6 +310,25 @@ def test_page_is_written_with_a_proof(kind: str, tmp_path: Path) -> None:
     assert report.proof is not None and report.proof.holds
     assert report.to_json()["bytes"] == len(text.encode())
     assert 'id="model"' in text and "wasm-unsafe-eval" in text
+
+
+@pytest.mark.parametrize("kind", ["pairs", "lm", "masked"])
+def test_page_begins_with_an_example_of_the_run(kind: str) -> None:
+    run = letters() if kind == "pairs" else family(kind)
+    sources = [example.source for example in sample_sources(run, 3)]
+    examples = tuple(Example(source, target="x" if kind == "pairs" else None) for source in sources[1:])
+
+    def page_of(run: Run, **options: Any) -> tuple[list[str], str]:
+        page, _ = live_page(run, samples=1, **options)
+        block = json.loads(page.split('id="model">')[1].split("</script>")[0])
+        return [example["source"] for example in block["examples"]], page
+
+    shown, page = page_of(dataclasses.replace(run, statistics=Statistics(examples=examples)), title="Letters & more")
+    assert shown == sources[1:] and all(source in page for source in shown) and "Letters \\u0026 more" in page
+    shown, page = page_of(run)
+    assert shown == [] and run.path.resolve().name in page
+    shown, _ = page_of(dataclasses.replace(run, statistics=Statistics(examples=examples)), example=Example(sources[0]))
+    assert shown == sources
 
 
 def test_unsupported_and_broken_models_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,11 @@ import pytest
 
 from kit.backwards import MakeRecipe
 from regard.data.prepare import DataFile
+from regard.data.statistics import Statistics
 from regard.errors import UserError
+from regard.files import write_json
+from regard.run import STATISTICS
+from regard.text.codec import Example
 from regard.training.checkpoint import Best, Progress
 from regard.training.log import Log, read_log
 from regard.training.report import (
@@ -210,6 +214,8 @@ def test_line_reporter_ignores_a_closed_pipe(tmp_path: Path) -> None:
 def test_model_card_describes_the_run(recipe: MakeRecipe, tmp_path: Path) -> None:
     run = tmp_path / "my run"
     run.mkdir()
+    statistics = Statistics(examples=(Example("`a` <b>\r\n# c", "x *y*", "N;PL"),))
+    write_json(run / STATISTICS, statistics.model_dump(mode="json"))
     best = Best(step=40, value=31.5, scores={"loss": 0.5, "bleu": 31.5}, averaged=3)
     progress = Progress(step=50, epoch=2, seconds=61, best=best, finished="steps", skipped=1)
     order = recipe(metric="bleu", validate_beam=4)
@@ -226,6 +232,7 @@ def test_model_card_describes_the_run(recipe: MakeRecipe, tmp_path: Path) -> Non
     card = (run / "README.md").read_text()
     for text in (
         "# my run",
+        "\n\n    `a` <b> # c → N;PL → x *y*\n\n",  # indented: no markup
         "1,234,567 parameters",
         "| bleu | 31.5 | BLEU, `nrefs:1|v:2` |",
         "| perplexity | 1.649 |",
@@ -245,6 +252,7 @@ def test_model_card_reports_missing_scores(recipe: MakeRecipe, tmp_path: Path) -
     write_model_card(tmp_path, recipe(), Progress(), parameters=1, examples=(1, 1), files={}, notes=[], signatures={})
     card = (tmp_path / "README.md").read_text()
     assert "None: the loss was not a finite number in any validation." in card
+    assert "An example" not in card
     assert "- files: `train.tsv`, `valid.tsv`" in card  # runs of old versions have no record of their files
 
 

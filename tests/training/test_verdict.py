@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,15 @@ import numpy as np
 import pytest
 
 from kit.backwards import TINY
+from kit.decoding import run_of
 from regard.data.plain_text import Stream
-from regard.decode.hypothesis import Hypothesis
+from regard.data.statistics import OutputLimits, Statistics
+from regard.decode.engine import TorchEngine
+from regard.decode.hypothesis import DecodedIds, Hypothesis
 from regard.recipe import Train, load_recipe
+from regard.run import Run
+from regard.text.codec import Codec
+from regard.text.tokenizer import Tokenizer
 from regard.training import summary
 from regard.training.fit import fit
 from regard.training.report import Reporter
@@ -62,6 +70,24 @@ def test_repetitive_and_identical_outputs_cause_a_remark() -> None:
     assert "6 of 10 outputs are 'word 1'" in str(degenerate(same + good[6:], references))
     assert degenerate(same + good[6:], ["word 1"] * 6 + references[6:]) is None  # the references repeat as well
     assert degenerate([output("x", "low_score") for _ in range(3)], ["x"] * 3) is None
+
+
+def test_references_cause_no_remark() -> None:
+    references = [unicodedata.name(chr(code)) for code in range(0x21, 0x7F)]
+    codec = Codec(Tokenizer.train("char", map(chr, range(0x21, 0x7F))), Tokenizer.train("char", references))
+    run = replace(run_of("transformer-tiny"), codec=codec)
+    ratios = sorted(map(len, references))
+    limits = OutputLimits(max_ratio=1.5 * ratios[-1], min_ratio=ratios[0] / 1.5)
+    rows = codec.encode_target(references)
+
+    def remark(run: Run) -> str | None:
+        engine = TorchEngine(run)
+        inputs = engine.prepare([chr(code) for code in range(0x21, 0x7F)])
+        outputs = engine.finish(inputs, [[DecodedIds(tuple(ids), (), 0.0)] for ids in rows])
+        return degenerate([best for best, *_ in outputs], references)
+
+    assert remark(replace(run, statistics=Statistics(limits=limits))) is None
+    assert "unusual length" in str(remark(run))
 
 
 def test_classifier_at_chance_level_causes_a_remark() -> None:

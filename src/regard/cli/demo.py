@@ -31,6 +31,7 @@ from regard.text.codec import Example
 from regard.training.fit import fit
 
 EXAMPLE = "regard demo --minutes 3"
+TITLE = "English pronunciation"  # of the page
 Pair = tuple[str, str]
 WORD = re.compile(r"[a-z]{3,14}")
 VALID, TEST = 600, 1000  # words
@@ -73,7 +74,7 @@ def command(
     for (word, reference), hypotheses in zip(chosen, generate(run, [word for word, _ in chosen], options), strict=True):
         _show_word(console, word, hypotheses, reference)
     page = directory / "pronounce.html"
-    write_live_page(run, page, example=Example(chosen[0][0]))
+    write_live_page(run, page, example=Example(chosen[0][0]), title=TITLE)
     _show_next(console, directory, page)
 
 

@@ -35,6 +35,7 @@ from regard.data.reader import STDIN, Source, shown
 from regard.data.tables import format_of
 from regard.errors import UserError, plural
 from regard.evaluate.evaluator import Evaluation, EvaluationOptions, EvaluationRequest, evaluate_file, parse_columns
+from regard.metrics import MEANING
 from regard.recipe import Column
 from regard.run import Run
 from regard.tasks import NOT_EVALUATED, Reads
@@ -81,8 +82,8 @@ def command(
     targets. Language models are scored by the probability of the text, masked language models by their predictions of
     masked tokens, models trained by span corruption by the masked spans, classifiers by their labels.
 
-    Scores come with 95% bootstrap intervals. wer is the percentage of wrong sequences; per and cer are edits per
-    token and per character, in percent.
+    Scores come with 95% bootstrap intervals. wer is the sequence error rate, the percentage of sequences with an
+    error; per, word_edits and cer are edits per token, word and character, in percent.
     """
     if outputs is not None and file is not None:
         raise UserError(f"--outputs: {shown(outputs)} is evaluated without a run; leave out {run}")
@@ -171,6 +172,8 @@ def _print_scores(evaluation: Evaluation, name: str, against: str | None) -> Non
     examples = plural(evaluation.examples, "example")
     print_table(rows, header, title=f"{shown(name)}, {examples}", bold=(1,))
     for metric, measured in evaluation.metrics.items():
+        if metric in MEANING:
+            out(f"{metric}: {MEANING[metric]}")
         if measured.signature:
             out(f"{metric}: {measured.signature}")
     if evaluation.confusions:

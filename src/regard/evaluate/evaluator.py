@@ -53,7 +53,7 @@ DEFAULT_CONFUSIONS = 10
 OUTPUT_OPTIONS = (*TABLE, *MetricSettings.model_fields)  # for ready outputs without a run
 OpenEngine = Callable[[Sequence[Run], Options], Engine]  # several runs are an ensemble
 Skip = Callable[[int, str], object]  # takes the index of an unusable example and the reason
-_UNITS: Mapping[str, Unit] = {"labels": "label", "tokens": "token", "words": "character"}
+_UNITS: Mapping[str, Unit] = {"labels": "label", "tokens": "token", "phrases": "token", "words": "character"}
 
 
 @dataclass(frozen=True)
@@ -465,7 +465,7 @@ def _evaluate_pairs(job: _Job) -> Evaluation:
     evaluation = replace(evaluation, remarks=_empty_outputs(evaluation.outputs, data))
     run = next(iter(systems[0].runs), None)
     unit = _UNITS.get(content_for(run, [references[0] for references in data.references]))
-    if "per" in evaluation.metrics:
+    if {"per", "word_edits"} & evaluation.metrics.keys():
         unit = "token"
     elif "cer" in evaluation.metrics:
         unit = "character"

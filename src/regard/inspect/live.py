@@ -174,16 +174,21 @@ def live_page(
     example: Example | None = None,
     samples: int = 4,
     first: Trace | None = None,
+    title: str | None = None,
 ) -> tuple[str, ConversionReport]:
-    """The proven page of a run with its model, and the report. The page opens with `first` or a trace of `example`."""
+    """The proven page of a run with its model, and the report. The page opens with `first` or a trace of `example`.
+
+    The default of `example` is that of the run; a run without examples has a page with an empty input.
+    """
     require_supported(run)
     weights = WeightPacker(precision)
-    examples = [] if run.task.reads == "images" else sample_sources(run, samples)
-    block = model_block(run, weights, [example] if example else examples[:1])
+    offered = [*([example] if example else []), *(each._replace(target=None) for each in run.statistics.examples)]
+    random = [] if run.task.reads == "images" else sample_sources(run, samples)
+    block = model_block(run, weights, offered)
     stored = with_weights(run, weights.stored)
-    first = first or first_trace(stored, example or next(iter(examples), None))
-    data = first.page_data()
-    proof = prove(stored, block, data, ([example] if example else []) + examples)
+    first = first or first_trace(stored, next(iter([*offered, *random]), None))
+    data = replace(first, title=title or first.title).page_data()
+    proof = prove(stored, block, data, [*offered, *random])
     page = render_page(data, block)
     size = len(page.encode("utf-8"))
     summary = f"proven: the page's own script and torch agree on {plural(proof.samples, 'sample')} with these weights;"
@@ -193,10 +198,15 @@ def live_page(
 
 
 def write_live_page(
-    run: Run, path: str | Path, precision: Precision = "int8", example: Example | None = None, samples: int = 4
+    run: Run,
+    path: str | Path,
+    precision: Precision = "int8",
+    example: Example | None = None,
+    samples: int = 4,
+    title: str | None = None,
 ) -> ConversionReport:
     """Write the page of a run with its model, unless the script's results differ from those of torch."""
-    page, report = live_page(run, precision, example, samples)
+    page, report = live_page(run, precision, example, samples, title=title)
     replace_file(Path(path), lambda temporary: temporary.write_text(page, encoding="utf-8"))
     return report
 

@@ -281,7 +281,7 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[HeadIndex] =
     stacks = {name: getattr(model, name) for name in run.config.stacks}
     heatmaps = [walk.position_heatmap(name, x, positions) for name, x in stacks.items() if isinstance(x, Transformer)]
     return Trace(
-        title=run.path.name or "model",
+        title=run.path.resolve().name or "model",
         facts=run.facts,
         texts=inputs.texts | ({"prediction": inputs.names(best)[0]} if model.classifies else {}),
         tokens=inputs.tokens,

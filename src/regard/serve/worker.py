@@ -237,6 +237,7 @@ def describe(name: str, run: Run) -> Result:
         "feature_names": list(run.codec.features),
         "feature_separator": run.codec.feature_separator,
         "kinds": [] if run.task.reads == "images" else kinds,  # requests contain text only
+        "examples": [{"source": each.source, "features": each.features} for each in run.statistics.examples],
     }
 
 

@@ -17,7 +17,7 @@ from regard.data.prepare import Prepared
 from regard.data.store import Corpus
 from regard.device import bf16_problem, usable_precision
 from regard.errors import UserError, plural
-from regard.metrics import FITTING, content_of
+from regard.metrics import FITTING, MEANING, content_of
 from regard.model import Model
 from regard.parallel.cores import cores
 from regard.parallel.ranks import ProcessGroup
@@ -261,6 +261,8 @@ def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.devic
     if task.reads == "pairs" and "metric" not in train.model_fields_set:
         references = [example.target or "" for example in prepared.valid_examples]
         changes["metric"] = FITTING[content_of(references, prepared.codec.config.target_tokens)][0]
+    if meaning := MEANING.get(changes.get("metric", train.metric)):
+        reporter.say(f"metric: {changes.get('metric', train.metric)}, the {meaning}")
     if not {"batch_tokens", "batch_examples"} & train.model_fields_set:
         changes |= _batch_size(task, prepared)
     sides = [side for side in ("source_tokens", "target_tokens") if getattr(text, side) == "auto"]

@@ -20,9 +20,9 @@ from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis
 from regard.decode.request import Options
 from regard.errors import plural
 from regard.files import replace_file
-from regard.metrics import LOWER_IS_BETTER
+from regard.metrics import LOWER_IS_BETTER, MEANING
 from regard.recipe import FILES, Recipe, Train
-from regard.run import Run
+from regard.run import Run, read_statistics
 from regard.tasks import TASKS
 from regard.training.checkpoint import Best, Progress
 from regard.training.log import LOG, read_log
@@ -30,13 +30,11 @@ from regard.training.report import format_duration
 
 CURVE = "curve.svg"
 MODEL_CARD = "README.md"
-MEANING = {
+MEANINGS = MEANING | {
     "loss": "negative log-probability of a token of the target, in nats",
     "perplexity": "exp(loss)",
     "bits_per_char": "the same in bits, per character of the text",
     "accuracy": "completely correct sequences, in percent",
-    "wer": "wrong sequences, in percent",
-    "per": "edits per token of the reference, in percent",
     "bleu": "BLEU",
     "chrf": "chrF",
 }
@@ -88,6 +86,7 @@ def write_model_card(
         "",
         f"{task.model[0].upper()}{task.model[1:]}, trained with regard: {origin}, {parameters:,} parameters.",
         "",
+        *_example(run),
         "## Scores",
         "",
         *_score_table(progress, recipe, signatures),
@@ -119,6 +118,14 @@ def write_model_card(
     replace_file(run / MODEL_CARD, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def _example(run: Path) -> list[str]:
+    """An example of the data as a code block by indentation, in which nothing is markup."""
+    for source, target, features in read_statistics(run).examples[:1]:
+        parts = [" ".join(text.split()) for text in (source, features, target) if text]
+        return ["An example of the validation data:", "", f"    {' → '.join(parts)}", ""]
+    return []
+
+
 def _without_directories(note: str, names: Mapping[str, str]) -> str:
     for path in sorted(names, key=len, reverse=True):
         note = note.replace(path, names[path])
@@ -129,7 +136,7 @@ def _score_table(progress: Progress, recipe: Recipe, signatures: Mapping[str, st
     best = progress.best
     metric = recipe.train.metric
     beam = recipe.train.validate_beam
-    meanings = MEANING | TASK_MEANING.get(recipe.task, {})
+    meanings = MEANINGS | TASK_MEANING.get(recipe.task, {})
     if best is None:
         return ["None: the loss was not a finite number in any validation."]
     scores = dict(best.scores)
@@ -200,13 +207,13 @@ def still_improving(events: Sequence[dict[str, Any]], train: Train) -> str | Non
 
 
 def degenerate(outputs: Sequence[Hypothesis], references: Sequence[str]) -> str | None:
-    """A warning if many outputs repeat tokens, do not end, or are equal although the references differ."""
+    """A warning if many outputs are degenerate, or are equal although the references differ."""
     total = len(outputs)
     if not total:
         return None
     flagged = sum(any(flag in output.flags for flag in (*DEGENERATE, "max_length")) for output in outputs)
     if flagged > MANY_DEGENERATE * total:
-        problem = f"{flagged} of {total} outputs repeat tokens or do not end"
+        problem = f"{flagged} of {total} outputs repeat tokens, do not end or have an unusual length"
         return f"{problem}: the model has not learned the task; give it more time or data"
     text, same = Counter(output.text for output in outputs).most_common(1)[0]
     if same > max(2, MANY_DEGENERATE * total) and same > 3 * max(Counter(references).values()):
