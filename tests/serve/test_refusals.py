@@ -14,7 +14,10 @@ import pytest
 
 from kit.models import letters
 from kit.server import serving
+from regard.decode import search_inputs
+from regard.run import Run
 from regard.serve.bodies import GenerateBody, key_in_body
+from regard.serve.worker import BatchAnswerer, Cancelled, WorkerBatch
 
 KEY = "k" * 20
 ADMIN = "a" * 20
@@ -126,6 +129,55 @@ BODIES_WITH_TOO_MANY_VALUES = [
     {"run": "toy", "inputs": [[0]] * 400 + [[[0] * 300] * 200]},
     {f"key{i}": 0 for i in range(1000)},
 ]
+
+
+LONG_CONSTRAINTS = [
+    {"require": ["n \u02e7\u02e7 " * 20_000]},
+    {"forbid": ["a" * 1500], "require_any": ["b" * 1000]},
+    {"stop": ["a" * 1500], "inputs": {"source": "an", "forbid": ["b" * 1000]}},
+    {"inputs": {"source": "an", "require": [["a" * 1000, "b"], "c" * 1000]}},
+    {"inputs": [{"source": "an", "forbid": ["b" * 300]}] * 400},
+    {"prefix": "ab" * 200_000},
+    {"inputs": {"source": "an", "prefix": "ab" * 200_000}},
+    {"inputs": {"source": "an", "features": "N;" * 200_000}},
+]
+
+
+@pytest.mark.parametrize("body", LONG_CONSTRAINTS, ids=lambda x: str(x)[:40])
+def test_long_constraints_are_refused_before_any_worker_sees_them(client, body, monkeypatch):
+    monkeypatch.setattr(client.server.service, "submit", None)
+    for stream in (False, True):
+        reply = client.post("/v1/generate", {"inputs": "an", **body, **({"stream": True} if stream else {"beam": 4})})
+        assert reply.status in (413, 422), reply.body
+        assert stream or ("characters; at most" in reply.json["error"]["message"] and len(reply.body) < 300)
+
+
+def test_limit_of_the_server_on_source_length_wins(runs):
+    with serving({"toy": runs["toy"]}, max_source=20) as client:
+        for limit in (5, 20, 100_000):
+            reply = client.post("/v1/generate", {"inputs": ["a" * 10, "a" * 30], "max_source": limit})
+            short, long = (result["hypotheses"][0] for result in reply.json["results"])
+            assert "more than" in long["flags"]["too_long"] and f"{min(limit, 20)} (max_source)" in str(long["flags"])
+            assert ("too_long" in short.get("flags", {})) == (limit == 5)
+        inspected = client.post("/v1/inspect", {"source": "a" * 30})
+        assert inspected.status == 422 and "at most 20 (max_source)" in inspected.json["error"]["message"]
+        assert client.post("/v1/inspect", {"source": "a", "target": "b" * 30}).status == 422
+        assert client.post("/v1/score", {"pairs": [{"source": "a" * 30, "target": "b"}]}).json["results"]
+        assert client.post("/translate", {"q": "a" * 30}).json["translatedText"] == ""
+
+
+def test_cancelled_batch_ends_before_the_next_input_is_prepared(runs, monkeypatch):
+    made = []
+    make = search_inputs.make_phrases
+    monkeypatch.setattr(search_inputs, "make_phrases", lambda *args: (made.append(args), make(*args))[1])
+    answerer = BatchAnswerer({"toy": Run.load(runs["toy"])})
+    for kind in ("generate", "stream"):
+        made.clear()
+        inputs = [{"source": "a", "forbid": [f"{i}ab"]} for i in range(5 if kind == "generate" else 1)]
+        limit = len(inputs) // 2
+        with pytest.raises(Cancelled):
+            answerer.answer(WorkerBatch("toy", kind, "{}", inputs, cancelled=lambda n=limit: len(made) >= n))
+        assert len(made) == limit
 
 
 @pytest.mark.parametrize("body", BODIES_WITH_TOO_MANY_VALUES, ids=lambda x: str(x)[:40])

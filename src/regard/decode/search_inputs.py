@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from unicodedata import normalize
 
 import numpy as np
@@ -31,10 +32,17 @@ from regard.text.codec import Example
 
 MAX_CHARACTERS = 1_000_000  # of a source; a longer one always has too many tokens
 MAX_REQUIRED = 10  # requirements at once; the search distinguishes all subsets of them
-MAX_STOP = 1000  # letters of a stop string
+MAX_STOP = 1000  # letters of all stop strings
+MAX_TABLE = 2**25  # entries of an automaton: its letters times the target tokens, 9 bytes each
+SUBSET_COST = 64  # of a subset of requirements, in columns of this table
 MAX_STAGES = 48  # stages of progress towards required phrases that a beam keeps apart
 MAX_CACHED_PHRASES = 256  # automata, which inputs with the same phrases share
+TABLE_PER_TOKEN = 4096  # entries of an automaton that take as much of a batch as a source token
 UNBOUNDED = 10**9  # positions of a model without a position table
+
+
+# The latest automata of all preparers, with at most MAX_TABLE entries together.
+_automata: dict[tuple[object, PhraseTexts], Phrases] = {}
 
 
 class Preparer:
@@ -56,7 +64,8 @@ class Preparer:
         pieces = target.pieces(range(target.size)) if target.scheme == "nfd" else []
         # Tokens that can change the character before them.
         self.combining = tuple(i for i, piece in enumerate(pieces) if i not in target.special and is_combining(piece))
-        self._phrases: dict[PhraseTexts, Phrases] = {}
+        self.before_input: Callable[[], None] | None = None  # may raise to end the preparation
+        self._key = object()  # of its cached automata
         self._check_options()
 
     def __call__(self, inputs: Sequence[Input]) -> list[SearchInput]:
@@ -81,12 +90,15 @@ class Preparer:
             yield [keys[j] for j in batch]
 
     def _size(self, item: SearchInput) -> int:
-        """The size of an input in a batch: its tokens, or its share of the logits if that is more."""
+        """The size of an input in a batch: its tokens, or its share of the logits or automata if that is more."""
         share = self.config.target_vocab // (4096 if item.phrases is None else 1024)
         tokens = max(map(len, item.sources)) + (item.limit if self.continues else 0)
-        return (self.options.rows + item.stages) * max(share, tokens)
+        table = 0 if item.phrases is None else item.phrases.next_QV.size // TABLE_PER_TOKEN
+        return max((self.options.rows + item.stages) * max(share, tokens), table)
 
     def _prepare(self, request: Request, sources: tuple[list[int], ...] | None) -> SearchInput:
+        if self.before_input is not None:
+            self.before_input()
         if sources is None:
             return SearchInput((), flags={"too_long": f"the source has {len(request.source)} characters"})
         if not (request.source.strip() or self.continues):
@@ -168,43 +180,53 @@ class Preparer:
             return []
         prefix = self.codec.target.encode([text])[0]
         if unknown := self.codec.target.unknown_tokens(text):
-            raise UserError(f"prefix {text!r}: {unknown[0]!r} is not in the target vocabulary")
+            raise UserError(f"prefix {text!r:.100}: {unknown[0]!r:.100} is not in the target vocabulary")
         length = plural(len(prefix), "token")
         if len(prefix) > limit:
-            raise UserError(f"prefix {text!r}: its {length} exceed the output limit of {limit} (max_length)")
+            raise UserError(f"prefix {text!r:.100}: its {length} exceed the output limit of {limit} (max_length)")
         at = self.options.alternatives_at
         if at is not None and at < len(prefix):
-            raise UserError(f"alternatives_at {at} lies within the prefix {text!r}, which has {length}")
+            raise UserError(f"alternatives_at {at} lies within the prefix {text!r:.100}, which has {length}")
         size = self.options.no_repeat_ngram
-        grams = [tuple(prefix[i : i + size]) for i in range(len(prefix) - size + 1)] if size else []
-        for i, gram in enumerate(grams):
-            if gram in grams[:i]:
-                repeated = self.codec.decode_target(gram)
-                raise UserError(f"prefix {text!r}: {repeated!r} occurs twice in it, which no_repeat_ngram rules out")
+        seen: dict[int, int] = {}  # hash of some tokens -> where they occur first
+        for i in range(len(prefix) - size + 1) if size else ():
+            gram = prefix[i : i + size]
+            first = seen.setdefault(hash((*gram,)), i)
+            if first < i and prefix[first : first + size] == gram:
+                twice = f"{self.codec.decode_target(gram)!r:.100} occurs twice in it"
+                raise UserError(f"prefix {text!r:.100}: {twice}, which no_repeat_ngram rules out")
         return prefix
 
     def phrases(self, texts: PhraseTexts) -> Phrases | None:
         """The automaton of these phrases; None without phrases."""
         if not any(texts):
             return None
-        if texts not in self._phrases:
-            if len(self._phrases) >= MAX_CACHED_PHRASES:
-                self._phrases.clear()
-            self._phrases[texts] = self._make_phrases(texts)
-        return self._phrases[texts]
+        key = self._key, texts
+        phrases = _automata.get(key)
+        if phrases is None:
+            phrases = _automata[key] = self._make_phrases(texts)
+            sizes = [(each, made.next_QV.size) for each, made in list(_automata.items())]
+            total = sum(size for _, size in sizes)
+            for oldest, size in sizes[:-1]:
+                if len(_automata) <= MAX_CACHED_PHRASES and total <= MAX_TABLE:
+                    break
+                total -= size
+                _automata.pop(oldest, None)
+        return phrases
 
     def _check_satisfiable(
         self, text: str, prefix: list[int], texts: PhraseTexts, phrases: Phrases, limit: int
     ) -> None:
         """Refuse phrases that no output with this prefix and limit can satisfy."""
         if phrases.find_stop(prefix):
-            raise UserError(f"prefix {text!r} contains a stop string ({', '.join(map(repr, texts.stop))})")
+            raise UserError(f"prefix {text!r:.100} contains a stop string ({', '.join(map(repr, texts.stop)):.200})")
         needed = phrases.tokens_needed(prefix, self.combining if prefix else ())
-        if self.combining and any(normalize("NFC", phrase) in normalize("NFC", text) for phrase in texts.forbid):
+        composed = normalize("NFC", text)
+        if self.combining and any(normalize("NFC", phrase) in composed for phrase in texts.forbid):
             needed = None  # the automaton recognises the last character of the prefix only at the next token
         if needed is None:
-            raise UserError(f"prefix {text!r} contains a phrase that forbid rules out")
-        required = f"require {', '.join(' or '.join(map(repr, each)) for each in texts.require)}"
+            raise UserError(f"prefix {text!r:.100} contains a phrase that forbid rules out")
+        required = f"require {', '.join(' or '.join(map(repr, each)) for each in texts.require):.200}"
         if needed >= NEVER:
             cause = "part of it is not in the target vocabulary, or forbid or stop rules it out"
             raise UserError(f"{required}: no output contains this: {cause}")
@@ -221,22 +243,28 @@ class Preparer:
         if len(texts.require) > MAX_REQUIRED:
             raise UserError(f"require: at most {MAX_REQUIRED} phrases at once, not {len(texts.require)}")
         spell = self._speller.spell
-        alternatives = [phrase for each in texts.require for phrase in each]
-        for option, phrases in (("require", alternatives), ("forbid", texts.forbid), ("stop", texts.stop)):
+        for option, phrases in (("require", (*chain(*texts.require),)), ("forbid", texts.forbid), ("stop", texts.stop)):
             if empty := [phrase for phrase in phrases if not spell(phrase)]:
                 raise UserError(f"{option} {empty[0]!r}: this phrase is empty")
         if self._speller.spaced:
             texts = self._known_words(texts)
-        for string in texts.stop:
-            stop = spell(string)
-            if len(stop) > MAX_STOP:
-                raise UserError(f"stop {string[:20]!r}...: at most {MAX_STOP} letters, not {len(stop)}")
-            for phrase in (phrase for each in texts.require for phrase in each):
-                if _overlap(spell(phrase), stop):
-                    raise UserError(f"require {phrase!r} and stop {string!r}: a part of one begins the other")
         require = [[spell(phrase) for phrase in each] for each in texts.require]
         forbid = [spell(phrase) for phrase in texts.forbid]
-        return make_phrases(require, forbid, self._speller.spelling, [spell(string) for string in texts.stop])
+        stop = [spell(string) for string in texts.stop]
+        columns = self.config.target_vocab + SUBSET_COST * 2 ** len(require)
+        letters = sum(map(len, (*chain(*require), *forbid, *stop)))
+        for name, count, most in (
+            ("stop", sum(map(len, stop)), MAX_STOP),
+            ("require, forbid, stop", letters, MAX_TABLE // columns),
+        ):
+            if count > most:
+                raise UserError(f"{name}: at most {most} letters (bytes in UTF-8) for this run, not {count}")
+        words = dict(zip(chain(*require), chain(*texts.require), strict=True))
+        if overlap := _overlap(words, stop):
+            word, string = overlap
+            cut = texts.stop[stop.index(string)]
+            raise UserError(f"require {words[word]!r:.100} and stop {cut!r:.100}: a part of one begins the other")
+        return make_phrases(require, forbid, self._speller.spelling, stop)
 
     def _known_words(self, texts: PhraseTexts) -> PhraseTexts:
         """Keep phrases whose words are all in the vocabulary: no output can contain the others."""
@@ -251,13 +279,21 @@ class Preparer:
         return PhraseTexts(tuple(known(each) for each in texts.require), known(texts.forbid), known(texts.stop))
 
 
-def _overlap(required: Letters, stop: Letters) -> bool:
-    """Whether a stop string could cut off the end of a required phrase, or occur in it."""
-    if required[-1:] == (BOUNDARY,):  # which also begins the next character
-        required = required[:-1]
-    tails = (required[start : start + len(stop)] for start in range(len(required)))
-    inside = any(stop[start : start + len(required)] == required for start in range(len(stop)))
-    return inside or any(tail == stop[: len(tail)] for tail in tails)
+def _overlap(required: Iterable[Letters], stops: Sequence[Letters]) -> tuple[Letters, Letters] | None:
+    """A required phrase and a stop string that could cut off its end or occur in it, or that contains it."""
+    starts = {(len(stop), stop[:end]): stop for stop in stops for end in range(1, len(stop) + 1)}
+    lengths = {len(stop) for stop in stops}
+    parts: dict[int, dict[Letters, Letters]] = {}  # of stop strings, by length
+    for phrase in required if stops else ():
+        word = phrase[:-1] if phrase[-1:] == (BOUNDARY,) else phrase  # it also begins the next character
+        size = len(word)
+        if size not in parts:
+            parts[size] = {stop[i : i + size]: stop for stop in stops for i in range(len(stop) - size + 1)}
+        windows = ((length, word[start : start + length]) for start in range(size) for length in lengths)
+        stop = parts[size].get(word) or next((starts[window] for window in windows if window in starts), None)
+        if stop is not None:
+            return phrase, stop
+    return None
 
 
 def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:

@@ -12,13 +12,13 @@ from typing import Any
 from aiohttp import web
 from pydantic_core import to_json
 
-from regard.decode.request import LENGTH_EXTRA, LENGTH_RATIO, check_streaming
+from regard.decode.request import LENGTH_EXTRA, LENGTH_RATIO, Options, check_streaming
 from regard.errors import UserError
 from regard.serve import bodies
 from regard.serve.queue import Group, Job, QueueFull
 from regard.serve.responses import EventStream, Refused, Reply, error_json, json_response
 from regard.serve.service import Service
-from regard.serve.settings import ServeSettings
+from regard.serve.settings import CONSTRAINT_LIMITS, ServeSettings
 from regard.suggest import closest
 
 Answer = dict[str, Any]
@@ -56,6 +56,18 @@ class Handlers:
         """Make a job; refuse a request that is too much work."""
         if len(items) > self.settings.max_inputs:
             raise Refused(413, f"{len(items)} inputs; at most {self.settings.max_inputs} in one request")
+        for names, one, most in CONSTRAINT_LIMITS:
+            common = _characters(options, names)
+            counts = [_characters(item, names) for item in items]
+            for count, limit, what in (
+                (common + max(counts, default=0), one, "an input"),
+                (common + sum(counts), most, "a request"),
+            ):
+                if count > limit:
+                    raise Refused(413, f"{', '.join(names)}: {count} characters; at most {limit} for {what}")
+        max_source = min(options.get("max_source", self.settings.max_source), self.settings.max_source)
+        if max_source != Options.model_fields["max_source"].default:
+            options = {**options, "max_source": max_source}
         lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
         work = rows * sum(map(partial(_max_output, options), items, lengths))
         if work > (limit := self.settings.max_work):
@@ -269,6 +281,19 @@ class Handlers:
                 yield text
 
         return EventStream(events(), partial(self.service.finish, job))
+
+
+def _characters(values: Answer, names: Sequence[str]) -> int:
+    """The characters of the texts with these names, which may be in lists."""
+    pending = [values[name] for name in names if name in values]
+    count = 0
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            count += len(value)
+        else:
+            pending += value or ()
+    return count
 
 
 def _max_output(options: Answer, item: Answer, length: int) -> float:

@@ -21,6 +21,12 @@ from regard.recipe import option
 MAX_TEXT = 100_000  # characters of a text
 MAX_INPUTS = 10_000  # of a request
 MAX_NAME = 100  # characters
+# Names of constraints, and their maximum characters for an input and for a request. An automaton of 2,000 letters is
+# made in a second or two.
+CONSTRAINT_LIMITS = (
+    (("require", "require_any", "forbid", "stop"), 2_000, 100_000),
+    (("prefix", "features"), 10_000, 500_000),
+)
 MIN_KEY = 16  # characters
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
@@ -60,6 +66,7 @@ class ServeSettings(Value):
     queue: Count = option(200_000, "Maximum tokens times hypotheses in the queue; further requests are refused (429).")
     max_body: Count = option(1_000_000, "Maximum bytes of a request.")
     max_inputs: Annotated[int, Field(ge=1, le=MAX_INPUTS, strict=True)] = option(2_000, "Maximum inputs of a request.")
+    max_source: Count = option(2048, "Maximum tokens of a source; requests may set a lower limit.")
     max_work: Count = option(20_000_000, "Maximum inputs times hypotheses times output tokens of a request.")
 
     # timeouts

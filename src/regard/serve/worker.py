@@ -130,10 +130,10 @@ class BatchAnswerer:
         """Decode one input, and send every token as soon as it is decided."""
         answerer = self._answerer("torch", batch)
         request = Request(**batch.inputs[0])
-        pieces = answerer.stream(request)
-        if pieces.problem:
-            raise UserError(pieces.problem)
         with self._cancellable(answerer, batch):
+            pieces = answerer.stream(request)
+            if pieces.problem:
+                raise UserError(pieces.problem)
             for piece in pieces:
                 batch.send({"piece": piece.as_dict()})
         assert pieces.hypothesis is not None
@@ -154,6 +154,8 @@ class BatchAnswerer:
         """Vectors of texts; a truncated text has a flag."""
         normalize = batch.settings.get("normalize", True)
         answerer = Answerer([self.runs[batch.run]], Options(batch_tokens=EMBED_TOKENS))
+        for item in batch.inputs if self.runs[batch.run].config.top.max_positions is None else ():
+            self._check_length(batch, Example(item["source"]))
         vectors, truncated, limit = answerer.embed([item["source"] for item in batch.inputs], normalize=normalize)
         results: list[Result] = [{"vector": [float(v) for v in row]} for row in vectors]
         for index, tokens in truncated.items():
@@ -166,22 +168,34 @@ class BatchAnswerer:
         results = []
         for example in batch.examples():
             batch.check()
+            self._check_length(batch, example)
             results.append({"html": answerer.trace(example._replace(target=None), example.target).to_html()})
         return results
 
+    def _check_length(self, batch: WorkerBatch, example: Example) -> None:
+        """Refuse a source or target that is longer than the server allows."""
+        codec = self.runs[batch.run].codec
+        for name, ids in (
+            ("source", codec.encode_source([example])[0]),
+            ("target", codec.encode_target([example.target or ""])[0]),
+        ):
+            most = batch.settings.get("max_source", Options.model_fields["max_source"].default)
+            if len(ids) > most + 2:  # special tokens
+                raise UserError(f"{name}: {len(ids)} tokens; at most {most} (max_source)")
+
     @contextmanager
     def _cancellable(self, answerer: Answerer, batch: WorkerBatch) -> Iterator[None]:
-        """Check before every step of a search with torch whether the batch was cancelled."""
+        """Check before every input and step of a search with torch whether the batch was cancelled."""
         engine = answerer.engine
         if not isinstance(engine, TorchEngine):
             yield
             return
         with self._torch_lock:
-            engine.scorer.before_step = batch.check
+            engine.scorer.before_step = engine.preparer.before_input = batch.check
             try:
                 yield
             finally:
-                engine.scorer.before_step = None
+                engine.scorer.before_step = engine.preparer.before_input = None
 
     def _decoder(self, batch: WorkerBatch) -> Answerer:
         """An answerer for a batch; with torch where the server's engine does not support a constraint of an input."""
