@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from regard import files
 from regard.batch import Pixels
 from regard.config import Config, Count, Id, Stack, Value, parse
-from regard.data.statistics import Statistics
+from regard.data.statistics import STATISTICS, Statistics
 from regard.errors import UserError, plural
 from regard.model import Model, allocate, on_meta
 from regard.nn.primitives import PackedWeights
@@ -35,7 +35,6 @@ FORMAT = 1
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 HEADS = "alignment.json"  # the attention heads that give alignments
-STATISTICS = "statistics.json"  # of the data
 RECIPE = "recipe.toml"
 CHAT_TEMPLATE = "chat_template.jinja"  # of a converted model, for other programs
 READ = (CONFIG, WEIGHTS, HEADS, STATISTICS, *TOKENIZERS)  # files that loading and decoding read

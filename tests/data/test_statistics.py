@@ -14,11 +14,11 @@ import pytest
 
 from kit.backwards import TINY, write_pairs
 from regard.data.prepare import prepare
-from regard.data.statistics import MAX_CHARACTERS, OutputLimits, Statistics, measure
+from regard.data.statistics import MAX_CHARACTERS, STATISTICS, OutputLimits, Statistics, measure
 from regard.decode.hypothesis import DEGENERATE, output_flags
 from regard.errors import UserError
 from regard.recipe import load_recipe
-from regard.run import STATISTICS, Run, accept_run, verify_run
+from regard.run import Run, accept_run, verify_run
 from regard.tasks import TASKS
 from regard.text.codec import Codec, Example
 from regard.training.fit import fit

@@ -15,10 +15,9 @@ import pytest
 
 from kit.backwards import MakeRecipe
 from regard.data.prepare import DataFile
-from regard.data.statistics import Statistics
+from regard.data.statistics import STATISTICS, Statistics
 from regard.errors import UserError
 from regard.files import write_json
-from regard.run import STATISTICS
 from regard.text.codec import Example
 from regard.training.checkpoint import Best, Progress
 from regard.training.log import Log, read_log

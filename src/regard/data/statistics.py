@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from regard.data.prepare import Prepared
     from regard.data.store import Corpus
 
+STATISTICS = "statistics.json"
 MIN_COMPARED = 10  # tokens of a long output, or of the source of a short one; fewer are not compared
-MEASURED_LENGTHS = 100_000  # training pairs, spread evenly
-MEASURED_TEXTS = 2_000  # of these, texts whose loops and characters are counted
-MEASURED_TOKENS = 1 << 16  # of plain text
-WINDOW = 1 << 10  # consecutive tokens
+MEASURED_LENGTHS = 100_000  # training pairs
+MEASURED_TEXTS = 2_000  # whose loops and characters are counted
+MEASURED_TOKENS = 1 << 16  # of plain text, from its beginning
 RARE = 0.001  # share of training pairs that may be beyond a limit before its margin is added: mistakes in the data
 MARGIN = 1.5  # factor between the training pairs and a limit
 MAX_CHARACTERS = 500  # counted characters of each side
@@ -60,13 +60,13 @@ def measure(task: Task, prepared: Prepared[Any]) -> Statistics | None:
         return None
     codec = prepared.codec
     if task.reads == "text":
-        lines = _first_lines(codec, prepared.valid)
+        lines = [line.strip() for line in _beginning(codec, prepared.valid).split("\n")]
         if task.name == "lm":  # prompts
             lines = [line[: max(MIN_PROMPT, len(line) // 2)].rsplit(" ", 1)[0] for line in lines]
-        texts = map(codec.source.decode, _windows(prepared.train))
-        return Statistics(examples=_typical([Example(line) for line in lines]), source_characters=_characters(texts))
+        characters = _characters([_beginning(codec, prepared.train)])
+        return Statistics(examples=_typical([Example(line) for line in lines]), source_characters=characters)
     train: Corpus = prepared.train
-    rows = _spread(len(train), MEASURED_TEXTS).tolist()
+    rows = _sample(len(train), MEASURED_TEXTS).tolist()
     sources = ([i for i in train.source(row).tolist() if i < codec.source.size] for row in rows)  # without features
     targets = [] if task.labels else [train.target(row).tolist() for row in rows]
     return Statistics(
@@ -77,28 +77,19 @@ def measure(task: Task, prepared: Prepared[Any]) -> Statistics | None:
     )
 
 
-def _spread(count: int, most: int) -> NDArray[np.int64]:
-    """The indices of at most `most` of `count` examples, at equal distances."""
-    return np.arange(0, count, max(1, math.ceil(count / most)))
+def _sample(count: int, most: int) -> NDArray[np.int64]:
+    """Indices of about `most` of `count` examples, drawn at random because every n-th could follow a pattern."""
+    return np.arange(count) if count <= most else np.unique(np.random.default_rng(0).integers(count, size=most))
 
 
-def _windows(stream: Stream) -> list[list[int]]:
-    length = min(len(stream), WINDOW)
-    starts = np.linspace(0, len(stream) - length, max(1, min(len(stream), MEASURED_TOKENS) // length))
-    rows: list[list[int]] = stream.windows(starts.astype(np.int64), length).tolist()
-    return rows
-
-
-def _first_lines(codec: Codec, stream: Stream) -> list[str]:
-    ids = stream.windows(np.zeros(1, np.int64), min(len(stream), MEASURED_TOKENS))[0].tolist()
-    lines = [line.strip() for line in codec.source.decode(ids).split("\n")]
-    return lines[:-1] or lines  # the last one may be cut
+def _beginning(codec: Codec, stream: Stream) -> str:
+    return codec.source.decode(stream.windows(np.zeros(1, np.int64), min(len(stream), MEASURED_TOKENS))[0].tolist())
 
 
 def _output_limits(train: Corpus, targets: Sequence[Sequence[int]]) -> OutputLimits:
     """The limits that a share of RARE of the training pairs exceeds, with a margin."""
     default = OutputLimits()
-    rows = _spread(len(train), MEASURED_LENGTHS)
+    rows = _sample(len(train), MEASURED_LENGTHS)
     sources = np.maximum(train.source_lengths[rows] - 1, 1)  # without the end token
     lengths = np.maximum(train.target_lengths[rows] - 1, 1)
     ratios = lengths / sources

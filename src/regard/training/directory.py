@@ -13,23 +13,12 @@ import torch
 from regard import files
 from regard.config import Config, to_toml
 from regard.data.prepare import Prepared, is_prepared, open_prepared
-from regard.data.statistics import measure
+from regard.data.statistics import STATISTICS, measure
 from regard.device import usable_precision
 from regard.errors import UserError
 from regard.inspect.prune import restore_unpruned
 from regard.recipe import Recipe
-from regard.run import (
-    CONFIG,
-    HEADS,
-    RECIPE,
-    STATISTICS,
-    WEIGHTS,
-    Generation,
-    RunConfig,
-    read_config,
-    require_saved,
-    saved_recipe,
-)
+from regard.run import CONFIG, HEADS, RECIPE, WEIGHTS, Generation, RunConfig, read_config, require_saved, saved_recipe
 from regard.tasks import TASKS
 from regard.text.codec import TOKENIZERS
 from regard.training.checkpoint import ADAPTERS, TRAINING, Checkpoints, Progress
