@@ -26,6 +26,7 @@ from regard.errors import UserError
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.nn.cache import State
+from regard.nn.recurrent import RecurrentDecoder
 from regard.presets import ABOUT, PRESETS, model_without_data, preset
 from regard.recipe import load_recipe, recipe_names
 
@@ -135,6 +136,23 @@ def test_flops_of_a_single_stack_equal_the_counter_of_torch(name):
         else:
             model(ids, None)
     assert sum(count_flops(model, length)) * length == pytest.approx(counter.get_total_flops(), rel=1e-5)
+
+
+RECURRENT = [name for name in PRESETS if any(stack.recurrent for stack in preset(name).stacks.values())]
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "general"])  # scores that are matrix products, which torch counts
+@pytest.mark.parametrize("name", RECURRENT)
+def test_flops_of_recurrent_presets_equal_the_counter_of_torch(name, score):
+    config = preset(name, 60, changes=both(score=score))
+    model = on_meta(config).eval()  # on a CPU, oneDNN runs the cells in operations that torch does not count
+    assert isinstance(model.decoder, RecurrentDecoder)
+    model.decoder.cross.weights.register_forward_hook(lambda *_: None)
+    for length in (2, 9, 32):
+        ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(ids, None, ids)
+        assert sum(count_flops(model, length)) * length == pytest.approx(counter.get_total_flops(), rel=1e-5)
 
 
 def test_flops_of_hashed_attention_stop_growing_with_length():

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from kit.decoding import NAMES, names, run_of, seeds, sources, words
+from kit.decoding import NAMES, names, run_of, same, seeds, sources, trained, words
 from regard.decode.constraints import SearchInput
 from regard.decode.engine import TorchEngine, generate
 from regard.decode.ensemble import Scorer, States
 from regard.decode.forced import force
-from regard.decode.hypothesis import DecodedIds
+from regard.decode.hypothesis import DecodedIds, Hypothesis
 from regard.decode.request import Options
 from regard.decode.search import BeamSearch, best, decode_paths, make_rules, search
 from regard.nn.cache import KV, KVCache
@@ -135,12 +135,60 @@ def test_early_stopping_does_not_change_the_best_output(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nbest_outputs_are_ordered_and_distinct(name: str) -> None:
+    """Without exact search, a better output that finishes after the first has been chosen comes second."""
     for exact in (False, True):
         options = Options(beam=6, nbest=6, exact=exact, max_length=12)
         for hypotheses in generate(run_of(name, 2), sources(1, 12), options):
             assert len({h.ids for h in hypotheses}) == len(hypotheses) >= 4
             values = [h.normalized for h in hypotheses]
-            assert all(a >= b - 1e-5 for a, b in pairwise(values))
+            assert all(a >= b - 1e-5 for a, b in pairwise(values if exact else values[1:]))
+
+
+SEARCHES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "exact": {"exact": True},
+    "sum": {"length_penalty": 0.0},
+    "long": {"length_penalty": 2.0},
+    "groups": {"groups": 2},
+    "coverage": {"coverage_penalty": 0.4},
+    "phrases": {"require": ("cab", "ff"), "forbid": ("dd",), "stop": ("eb",)},
+    "steered": {"prefix": "fa", "min_length": 4, "no_repeat_ngram": 3, "repetition_penalty": 1.3},
+}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    names, seeds, st.sampled_from(sorted(SEARCHES)), st.lists(words, min_size=1, max_size=5), st.integers(2, 4),
+    st.booleans(),
+)  # fmt: skip
+def test_longer_nbest_lists_have_the_same_best_output(
+    name: str, seed: int, search_name: str, texts: list[str], nbest: int, ensemble: bool
+) -> None:
+    runs = [run_of(name, seed), run_of(name, seed + 1)][: 1 + (ensemble and search_name != "coverage")]
+    settings: dict[str, object] = {"beam": 4, "max_length": 14, **SEARCHES[search_name]}
+    one, several = (list(generate(runs, texts, Options.of(**settings, nbest=n))) for n in (1, nbest))
+    assert all(same(first, row[:1]) for first, row in zip(one, several, strict=True))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 0.6])
+@pytest.mark.parametrize("name", NAMES)
+def test_nbest_lists_of_trained_models_equal_those_of_exact_search(
+    name: str, penalty: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list takes fewer steps than an exact search, and the best output no more than before."""
+    steps: list[int] = []
+    step = Scorer.step
+    monkeypatch.setattr(Scorer, "step", lambda *inputs: (steps.append(1), step(*inputs))[1])
+
+    def decode(**settings: object) -> tuple[list[list[Hypothesis]], int]:
+        steps.clear()
+        options = Options.of(beam=5, length_penalty=penalty, **settings)
+        return [next(generate(trained(name), [text], options)) for text in sources(5, 30, 6)], len(steps)
+
+    exact, exact_steps = decode(nbest=3, exact=True)
+    lists, list_steps = decode(nbest=3)
+    assert sum(not same(a, b) for a, b in zip(lists, exact, strict=True)) <= 1
+    assert decode()[1] <= list_steps < exact_steps
 
 
 def test_beam_search_rarely_copies_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:

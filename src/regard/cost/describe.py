@@ -170,7 +170,7 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
         if tensor.dim() > 1 and not idle:  # a matrix that multiplies every token
             flops = 2 * tensor.numel()
             share = _source_share(config, name)
-            if name.startswith("pooler"):
+            if name.startswith(("pooler", "decoder.bridges")):  # multiply one vector per text
                 flops //= length
             elif name.startswith("image"):
                 flops = flops * (length - 1) // length  # the class token is not a patch

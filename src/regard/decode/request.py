@@ -71,7 +71,7 @@ class Options(Value):
     coverage_penalty: float = option(0.0, "Penalise hypotheses that leave source tokens unattended.", ge=0)
     groups: Hypotheses = option(1, "Diverse beam search: number of groups that avoid each other's tokens.")
     diversity: float = option(0.5, "Penalty for a token that an earlier group chose at the same step.", ge=0)
-    exact: bool = option(False, "Search until no open hypothesis can beat the best finished one.")
+    exact: bool = option(False, "Search until no open hypothesis can enter the list of outputs.")
 
     # sampling
     temperature: float = option(1.0, "Temperature of sampling; below 1 is sharper, above 1 flatter.", gt=0)

@@ -20,6 +20,7 @@ from regard.decode.request import Options
 
 Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, original row numbers -> tokens (N,)
 MIN_TEMPERATURE = 1e-30  # lower ones underflow to zero in single precision
+NBEST_GROWTH = 1.25  # multiple of its length to which a live hypothesis may still grow, at no cost, to enter an n-best
 
 
 def best(value_NV: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
@@ -169,6 +170,7 @@ class BeamSearch:
         self.alive_A = torch.arange(len(inputs), device=device)
         self.sum_AGW = torch.zeros((len(inputs), groups, 1), device=device)
         self.ended_BG = torch.zeros((len(inputs), groups), dtype=torch.long, device=device)
+        self.closed_BG = torch.zeros((len(inputs), groups), dtype=torch.bool, device=device)  # the best is final
         # The best finished hypotheses of every group: their values, and the step and row of their ends.
         shape = (len(inputs), groups, self.keep if groups == 1 else self.width)
         self.value_BGF = torch.full(shape, -math.inf, device=device)
@@ -218,7 +220,9 @@ class BeamSearch:
             # The cost affects the choice of tokens only; it is not part of their sums.
             cost_AW = diversity * chosen_AV.gather(1, picked.token_AW)
             picks.append(picked._replace(sum_AW=picked.sum_AW + cost_AW))
-            chosen_AV.scatter_add_(1, picked.token_AW, (picked.sum_AW > -math.inf).to(chosen_AV.dtype))
+            # A closed group continues only for lower ranks, which must not change the outputs of other groups.
+            counts_AW = (picked.sum_AW > -math.inf) & ~self.closed_BG[self.alive_A, g, None]
+            chosen_AV.scatter_add_(1, picked.token_AW, counts_AW.to(chosen_AV.dtype))
         return Picked(*(torch.stack(x, 1) for x in zip(*picks, strict=True)))
 
     def _rows(self, parent_AGX: Tensor) -> Tensor:
@@ -242,9 +246,11 @@ class BeamSearch:
         end_AGC2 = torch.stack((torch.full_like(row_AGC, t), row_AGC), -1)
         value_AGX = torch.cat((self.value_BGF[self.alive_A], value_AGC), 2)
         end_AGX2 = torch.cat((self.end_BGF2[self.alive_A], end_AGC2), 2)
-        value_AGX, index_AGX = value_AGX.sort(dim=2, descending=True, stable=True)  # of equal values, the earlier first
+        key_AGX = value_AGX.clone()
+        key_AGX[..., 0].masked_fill_(self.closed_BG[self.alive_A], math.inf)  # the first remains first
+        index_AGX = key_AGX.argsort(dim=2, descending=True, stable=True)  # of equal values, the earlier first
         count = self.value_BGF.shape[2]
-        self.value_BGF[self.alive_A] = value_AGX[..., :count]
+        self.value_BGF[self.alive_A] = value_AGX.gather(2, index_AGX[..., :count])
         self.end_BGF2[self.alive_A] = end_AGX2.gather(2, index_AGX[..., :count, None].expand(-1, -1, -1, 2))
         self.ended_BG[self.alive_A] += ended_AGC.sum(2)
 
@@ -254,8 +260,14 @@ class BeamSearch:
         sum_AGW = picked.sum_AW
         finished_AGF = self.value_BGF[alive_A]
         if not self.options.exact:
-            better_AG = sum_AGW.amax(2) / (t + 1) ** self.options.length_penalty > finished_AGF[..., 0]
-            closed_AG = (self.ended_BG[alive_A] >= self.beam) & ~better_AG
+            penalty = self.options.length_penalty
+            top_AG = sum_AGW.amax(2)
+            better_AG = top_AG / (t + 1) ** penalty > finished_AGF[..., 0]
+            closed_AG = self.closed_BG[alive_A] | (self.ended_BG[alive_A] >= self.beam) & ~better_AG
+            self.closed_BG[alive_A] = closed_AG
+            if self.keep > 1:
+                last_A1 = finished_AGF.flatten(1).topk(self.keep)[0][:, -1:]
+                closed_AG = closed_AG & ~(top_AG / (NBEST_GROWTH * (t + 1)) ** penalty > last_A1)
             sum_AGW = sum_AGW.masked_fill(closed_AG.unsqueeze(2), -math.inf)
         bound_AG = sum_AGW.amax(2) / self.longest_B[alive_A].unsqueeze(1)
         stay_A = (bound_AG > finished_AGF[..., -1]).any(1)
@@ -284,7 +296,8 @@ class BeamSearch:
 
     def _outputs(self) -> list[list[DecodedIds]]:
         """The finished hypotheses of every sentence, best first, without duplicates."""
-        order_BF = self.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
+        key_BGF = self.value_BGF.minimum(self.value_BGF[..., :1])  # the first of a group is its best
+        order_BF = key_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
         value_BF = self.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
         end_BF2 = self.end_BGF2.flatten(1, 2).numpy(force=True)
         sentence, rank = np.nonzero(value_BF > -math.inf)

@@ -12,6 +12,7 @@ import torch
 from regard.decode.alignment import MAX_HEADS, MIN_MERIT, alignment_quality, best_heads, load_heads
 from regard.decode.engine import TorchEngine
 from regard.decode.request import HeadIndex, Options, Request
+from regard.decode.search import NBEST_GROWTH
 from regard.errors import UserError, plural
 from regard.inspect import heads as head_statistics, logit_lens, page, walk
 from regard.inspect.inputs import CLASS_TOKEN, NOTE_TEXTS, ImageInput, InspectionInput, Note, image_input, text_input
@@ -42,6 +43,7 @@ PAGE_CONSTANTS = {  # with the shared constants, read by the page's script: web/
     "lens_candidates": logit_lens.LENS_CANDIDATES,
     "max_alignment_heads": MAX_HEADS,
     "nearly_best": MIN_MERIT,
+    "nbest_growth": NBEST_GROWTH,
     "kind_names": {kind: name.removesuffix("-attention") for kind, name in page.KIND_NAMES.items()},
     "head_names": head_statistics.NAMES,
     "offset_names": head_statistics.OFFSET_NAMES,

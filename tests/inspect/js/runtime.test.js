@@ -224,6 +224,15 @@ for (const [name, more] of Object.entries(CASES)) {
   });
 }
 
+test("the best output does not depend on the length of the n-best list", () => {
+  for (const penalty of [0, 1, 2])
+    for (const beam of [2, 3, 5]) {
+      const request = job({ limit: 9, prefix: [beam % VOCAB] });
+      const [first] = beamSearch(request, { beam, nbest: 1, penalty });
+      assert.deepEqual(beamSearch(request, { beam, nbest: beam, penalty })[0].ids, first.ids);
+    }
+});
+
 test("greedy search takes the best token at every step", () => {
   const [output] = greedySearch(job());
   output.ids.forEach((id, t) => {

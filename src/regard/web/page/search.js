@@ -123,7 +123,8 @@ export function sampleSearch(job, { nbest = 1, temperature = 1, topK = 0, topP =
 export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
   const { eos, limit, openEnd } = job;
   let rows = [{ state: job.state, sum: 0, token: job.first, ids: [], scores: [] }],
-    ended = 0;
+    ended = 0,
+    closed = false; // the best output is final
   const finished = []; // best first, at most nbest
   for (let t = 0; t <= limit; t++) {
     const next = job.model.step(
@@ -155,7 +156,9 @@ export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
         ...output(whole ? [...ids, eos] : ids, whole ? [...scores, found.score] : scores, t === limit),
       });
     }
+    const final = finished.splice(0, closed ? 1 : 0);
     finished.sort((a, b) => b.value - a.value);
+    finished.unshift(...final);
     finished.length = Math.min(finished.length, nbest);
     rows = candidates
       .filter((found) => !found.end && found.sum > -Infinity)
@@ -168,12 +171,13 @@ export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
         scores: [...row.scores, score],
       }));
     if (!rows.length) break;
-    // A beam with enough ended hypotheses continues while its best open one is currently better than the best
-    // ended one.
+    // With enough ended hypotheses, the best is final unless the best open one is currently better. Several outputs
+    // are complete when no open hypothesis would enter the list at nbest_growth times its length.
     const top = rows[0].sum,
-      closed = ended >= beam && !(top / (t + 1) ** penalty > finished[0].value);
-    const worst = finished.length < nbest ? -Infinity : finished[finished.length - 1].value;
-    if (closed || !(top / (limit + 1) ** penalty > worst)) break;
+      worst = finished.length < nbest ? -Infinity : Math.min(...finished.map((each) => each.value));
+    closed ||= ended >= beam && !(top / (t + 1) ** penalty > finished[0].value);
+    const complete = nbest === 1 || !(top / (constants.nbest_growth * (t + 1)) ** penalty > worst);
+    if ((closed && complete) || !(top / (limit + 1) ** penalty > worst)) break;
   }
   return finished.filter((found, i) => finished.findIndex((other) => other.ids.join() === found.ids.join()) === i);
 }

@@ -17,6 +17,7 @@
  * @property {number} lens_candidates  most probable tokens of a layer in the logit lens
  * @property {number} max_alignment_heads
  * @property {number} nearly_best  share of the best merit that another alignment head must reach
+ * @property {number} nbest_growth  multiple of its length to which a live hypothesis may grow to enter an n-best list
  * @property {number} main_share  share of a head's weight that characterises it
  * @property {number} part_share  share of a head's weight that is worth naming
  * @property {number} max_parts  named parts of a head's weight
