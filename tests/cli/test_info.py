@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from kit.toy import call
+from regard.batch import Batch
 from regard.config import Config
 from regard.cost.activations import MemoryTracker, count_activations
 from regard.cost.describe import (
@@ -23,6 +24,7 @@ from regard.cost.describe import (
     si,
 )
 from regard.errors import UserError
+from regard.loss import Objective
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.nn.cache import State
@@ -178,6 +180,21 @@ def test_activations_are_within_20_percent_of_a_real_forward_pass(name):
         model.hidden(ids, None, ids)
     real = sum(tensor.untyped_storage().nbytes() for tensor in activations.values())
     assert count_activations(config, 16, 64) == pytest.approx(real, rel=0.2)
+
+
+@pytest.mark.parametrize(("length", "memory"), [(32, 128), (128, 128), (64, 32)])
+def test_activations_with_a_segment_memory_match_the_peak_of_a_real_pass(length, memory):
+    config = preset("xl-tiny", 50, changes={"decoder": {"memory": memory}})
+    objective = Objective(Model(config).train())
+    ids = torch.zeros(8, length, dtype=torch.int64)
+    batch = Batch(ids[:, :0], None, ids, ids, None, 1, 1)
+    with MemoryTracker() as tracker:
+        for _ in range(memory // length + 2):  # until the memory is full
+            before = objective.segment_memory  # held by the step until its end
+            objective(batch).smoothed.backward()
+    own = {StorageWeakRef(x.untyped_storage()) for p in objective.parameters() for x in (p, p.grad) if x is not None}
+    assert before is not None and len(before) == config.top.layers
+    assert count_activations(config, length, 8 * length) == pytest.approx(tracker.peak(without=own), rel=0.2)
 
 
 @pytest.mark.parametrize(("mixer", "length", "within"), [("lsh", 1024, 0.02), ("attention", 128, 0.1)])

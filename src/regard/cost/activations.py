@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from regard.config import Config
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
-from regard.nn.transformer import Transformer
+from regard.nn.transformer import SegmentMemory, Transformer
 from regard.tasks import infer_task
 
 BYTES = 4  # of a number in fp32
@@ -98,12 +98,20 @@ def _saved_for_backward(model: Model, ids: Tensor, recompute: bool) -> tuple[int
         stack_keys |= {StorageWeakRef(x.untyped_storage()): x for x in tree_leaves(output[1]) if isinstance(x, Tensor)}
 
     for stack in model.modules():
-        if recompute and isinstance(stack, Transformer):
+        if recompute and isinstance(stack, Transformer) and not stack.memory:  # segments are not recomputed
             for block in stack.blocks:
                 block.register_forward_pre_hook(enter)
                 block.register_forward_hook(partial(leave, stack))
+    memory: SegmentMemory = ()
+    if model.config.has_memory:  # filled by earlier segments
+        top = model.config.top
+        empty = torch.empty(len(ids), top.memory, top.width, device="meta")
+        with torch.no_grad():
+            _, memory = model.read_segment(ids, (empty,) * top.layers)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        x_BTD = model.hidden(ids, None, ids)
+        x_BTD, new_memory = model.read_segment(ids, memory) if memory else (model.hidden(ids, None, ids), ())
+    for tensor in (*memory, *new_memory):  # both are held until the end of the step
+        save(tensor)
     sizes: dict[nn.Module | None, int] = {None: 0}
     for tensor, owner in saved.values():
         sizes[owner] = sizes.get(owner, 0) + tensor.untyped_storage().nbytes()
