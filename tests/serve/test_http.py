@@ -103,48 +103,6 @@ def test_stream_pieces_join_to_the_output(client, runs):
     assert client.post("/v1/generate", {"run": "toy", "inputs": ["a", "b"], "stream": True}).status == 422
 
 
-def test_translate_supports_the_libretranslate_api(client, runs):
-    run = regard.load(runs["toy"])
-    reply = client.post("/translate", {"q": "abc", "source": "en", "target": "de", "alternatives": 2}).json
-    texts = [h.text for h in run.generate(["abc"], beam=4, nbest=3)[0]]
-    assert reply == {"translatedText": texts[0], "alternatives": texts[1:]}
-    batch_reply = client.post("/translate", {"q": WORDS, "source": "en", "target": "de", "format": "text"}).json
-    assert batch_reply == {"translatedText": [row[0].text for row in run.generate(WORDS, beam=4)]}
-    assert client.post("/translate", {"q": "abc", "source": "en", "target": "de", "format": "html"}).status == 422
-
-
-def test_language_pair_selects_the_run(runs):
-    with serving({"en-de": runs["toy"], "en-fr": runs["toy"]}) as client:
-        answer = client.post("/translate", {"q": "abc", "source": "en", "target": "fr"})
-        assert answer.status == 200
-        refusal = client.post("/translate", {"q": "abc", "source": "de", "target": "en"})
-        assert refusal.status == 422 and "en-de, en-fr" in refusal.json["error"]["message"]
-        assert client.post("/translate", {"q": "abc", "source": "auto", "target": "de"}).status == 200
-        assert client.get("/languages").json == [{"code": "en", "name": "en", "targets": ["de", "fr"]}]
-        assert "which one of en-de, en-fr" in client.post("/v1/generate", {"inputs": "abc"}).json["error"]["message"]
-
-
-def test_openai_client_completes_prompts(client, runs):
-    openai = pytest.importorskip("openai")
-    api = openai.OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0)
-    assert "lm" in [model.id for model in api.models.list()]
-    run = regard.load(runs["lm"])
-    output = run.generate(["ab"], max_length=7)[0][0]
-    completion = api.completions.create(model="lm", prompt="ab", max_tokens=7, temperature=0, logprobs=2)
-    assert completion.choices[0].text == output.text and completion.usage.completion_tokens == len(output.tokens)
-    assert completion.choices[0].logprobs.token_logprobs == pytest.approx(output.token_scores)
-    samples = run.generate(["ab"], max_length=7, sample=True, seed=3, temperature=0.9, nbest=2)[0]
-    sample_completion = api.completions.create(model="lm", prompt="ab", max_tokens=7, seed=3, temperature=0.9, n=2)
-    assert [choice.text for choice in sample_completion.choices] == [h.text for h in samples]
-    chunks = list(api.completions.create(model="lm", prompt="ab", max_tokens=7, temperature=0, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == output.text
-    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
-    with pytest.raises(openai.UnprocessableEntityError, match="stop"):
-        api.completions.create(model="lm", prompt="ab", stop="")
-    with pytest.raises(openai.NotFoundError, match="lm"):
-        api.completions.create(model="nothing", prompt="ab")
-
-
 def test_score_classify_embed_and_inspect_equal_the_library(client, runs):
     score = client.post("/v1/score", {"run": "toy", "pairs": [{"source": "abc", "target": "cab"}]}).json["results"]
     assert score[0]["score"] == pytest.approx(regard.load(runs["toy"]).score([("abc", "cab")])[0].score)
@@ -364,13 +322,15 @@ def test_output_that_reaches_max_length_is_searched_only_once(runs):
 def test_examples_of_the_documentation_work(runs):
     text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text("utf-8")
     requests = re.findall(r"^curl localhost:8000(\S+) .*?-d '([^']*)'", text, re.MULTILINE | re.DOTALL)
-    (program,) = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
-    with serving({"g2p": runs["toy"], "shakespeare": runs["lm"]}) as client:
-        assert len(requests) == 2
+    programs = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
+    with serving({"g2p": runs["toy"], "en-de": runs["toy"], "shakespeare": runs["lm"]}) as client:
+        assert len(requests) == 1
         for path, body in requests:
             assert client.post(path, body.encode()).status == 200, body
-        pytest.importorskip("openai")
-        exec(program.replace("http://127.0.0.1:8000", client.url), {})
+        assert len(programs) == 2
+        for program, library in zip(programs, ("libretranslatepy", "openai"), strict=True):
+            pytest.importorskip(library)
+            exec(program.replace("http://127.0.0.1:8000", client.url), {})
 
 
 def test_stream_is_not_restarted_when_its_worker_is_killed(runs):

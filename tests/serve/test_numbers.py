@@ -20,6 +20,8 @@ PLACEHOLDER = "@"  # replaced by the number
 VALID: dict[str, dict[str, Any]] = {
     "/v1/generate": {"run": "toy", "inputs": "a"},
     "/translate": {"q": "a"},
+    "/detect": {"q": "a"},
+    "/v1/chat/completions": {"model": "lm", "messages": [{"role": "user", "content": "a"}]},
     "/v1/completions": {"model": "lm", "prompt": "a"},
 }
 

@@ -84,8 +84,11 @@ INVALID_REQUESTS = {
     "a long path": (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 431),
     "many headers": (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(500)) + b"\r\n", 400),
     "another protocol": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
-    "half a body": (POST + b"Content-Length: 99\r\n\r\n{", 408),
-    "a length above the limit": (POST + b"Content-Length: 999999999\r\n\r\n{", 413),
+    "half a body": (POST.replace(b"/translate", b"/v1/score") + b"Content-Length: 99\r\n\r\n{", 408),
+    "a length above the limit": (
+        POST.replace(b"/translate", b"/v1/score") + b"Content-Length: 999999999\r\n\r\n{",
+        413,
+    ),
 }
 
 

@@ -331,6 +331,10 @@ class TokenStream(Iterator[Piece]):
     def unknown(self) -> tuple[str, ...]:
         return self._item.unknown
 
+    @property
+    def source_tokens(self) -> int:
+        return len(self._item.sources[0]) if self._item.sources else 0
+
     def __next__(self) -> Piece:
         return next(self._pieces)
 

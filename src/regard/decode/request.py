@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16", "int8"]
 Utility = Literal["chrf", "bleu", "edit", "exact"]
-HeadIndex = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # layer, head
+FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)  # as in JSON
+HeadIndex = Annotated[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], FromList]  # layer, head
 Weight = Annotated[float, Field(gt=0)]
 MAX_HYPOTHESES = 10_000
 Hypotheses = Annotated[int, Field(ge=1, le=MAX_HYPOTHESES, strict=True)]
@@ -102,7 +103,8 @@ class Options(Value):
 
     # reporting and batching
     alignment: bool = option(False, "Show which source tokens each output token is aligned with.")
-    alignment_heads: tuple[HeadIndex, ...] = option(  # of the decoder, from 0; by default see `decode.alignment`
+    # of the decoder, from 0; by default see `decode.alignment`
+    alignment_heads: Annotated[tuple[HeadIndex, ...], FromList] = option(
         (), "Decoder heads to read the alignment from, as LAYER.HEAD counted from 1.", metavar="L.H,L.H,..."
     )
     top_tokens: int = option(

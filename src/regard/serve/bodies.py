@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal, TypeVar
-from urllib.parse import unquote_plus
+from email.message import Message as Header
+from typing import Annotated, Any, Literal, Self, TypeVar
+from urllib.parse import parse_qsl, unquote_plus
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import to_json
 
 from regard.config import PYDANTIC_ERRORS, Problem, explain
 from regard.decode.request import Options, Request
@@ -35,6 +38,9 @@ MAX_KEYS = 100  # of each object in a body
 API_KEY = re.compile(
     rb'"api_key"\s*:\s*("(?:[^"\\]|\\.){1,400}")|(?:^|&)api_key=([^&]{1,400})|name="api_key"\r\n\r\n([^\r]{1,400})'
 )
+MULTIPART = "multipart/form-data"
+FORM_TYPES = ("application/x-www-form-urlencoded", MULTIPART)
+FIELD_NAME = re.compile(rb';\s*name="?([^";\r\n]*)', re.IGNORECASE)
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
@@ -95,52 +101,138 @@ class GenerateBody(Options):
         return Options.model_construct(**{name: getattr(self, name) for name in Options.model_fields})
 
 
-class TranslateBody(Body):
-    """A request of a LibreTranslate client."""
+class DetectBody(Body):
+    """A text of a LibreTranslate client, whose language is to be detected."""
 
     q: Text | Texts
-    source: Name = "auto"
-    target: Name = ""
-    format: Literal["text"] = "text"
-    alternatives: Annotated[int, Field(ge=0, le=20)] = 0
     api_key: Name = ""
 
 
-class CompletionBody(Body):
-    """A request of an OpenAI client to /v1/completions."""
+class TranslateBody(DetectBody):
+    """A request of a LibreTranslate client."""
 
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, frozen=True)
+    source: Name = Field("auto", description="A language code, in upper or lower case, or auto.")
+    target: Name = ""
+    format: Literal["text", "html"] = "text"
+    alternatives: Annotated[int, Field(ge=0, le=20)] = 0
+
+
+class StreamOptions(Body):
+    """Options of a stream for OpenAI clients."""
+
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = Field(None, description="Ignored.")
+
+
+class OpenAIBody(Body):
+    """The options of OpenAI clients, with those that other servers have added; null means the default."""
 
     model: Name = ""
-    prompt: Text | Texts
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_LENGTH)] | None = 16
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_LENGTH)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(1.0, description="0: search, without sampling.")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    top_k: Annotated[int, Field(ge=0, le=MAX_LENGTH)] | None = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
+    repetition_penalty: Annotated[float, Field(ge=1, le=100)] | None = 1.0
+    n: Annotated[int, Field(ge=1, le=128)] | None = Field(
+        1, description="Number of choices; with temperature 0, the best ones of a beam of this size."
+    )
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(None, description="By default, every draw differs.")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: Text | None = Field(None, description="Ignored.")
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    logit_bias: dict[str, Any] | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        """What these models do not support, as (failed, message) pairs."""
+        for name in ("presence_penalty", "frequency_penalty"):
+            yield bool(getattr(self, name)), f"{name}: only 0; repetition_penalty above 1 has a similar effect"
+        yield bool(self.logit_bias), "logit_bias: not supported; forbid of /v1/generate excludes words"
+        unused = self.stream_options is not None and not self.stream
+        yield unused, "stream_options: only with stream"
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        for failed, message in self.problems():
+            if failed:
+                raise ValueError(message)
+        return self
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def samples(self) -> bool:
+        return self.temperature != 0
+
+    def options(self, max_length: int | None, top_tokens: int | None = None) -> Options:
+        """The decoding options. Temperature 0 means the best outputs; every sample is an input of its own."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        options: dict[str, Any] = {"max_length": max_length, "stop": stop, "top_tokens": top_tokens or 0}
+        options["repetition_penalty"] = self.repetition_penalty or 1.0
+        if self.samples:
+            options |= {"sample": True, "temperature": 1.0 if self.temperature is None else self.temperature}
+            options |= {"top_p": self.top_p or 1.0, "top_k": self.top_k or 0, "min_p": self.min_p or 0.0}
+        else:
+            options |= {"beam": self.choices, "nbest": self.choices}
+        return Options.of(**options)
+
+    def items(self, prompts: Sequence[str]) -> list[dict[str, Any]]:
+        """The inputs: every prompt, once for each sample, with different seeds."""
+        if not self.samples:
+            return [{"source": prompt} for prompt in prompts]
+        first = secrets.randbits(62) if self.seed is None else self.seed
+        seeds = [(first + i) % 2**63 for i in range(self.choices)]
+        return [{"source": prompt, "seed": seed} for prompt in prompts for seed in seeds]
+
+
+class CompletionBody(OpenAIBody):
+    """A request of an OpenAI client to /v1/completions."""
+
+    prompt: Text | Texts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
-    stream: bool | None = False
-    suffix: None = None
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    suffix: Text | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        yield bool(self.suffix), "suffix: not supported; a language model continues a text"
+        ranked = self.best_of not in (None, self.choices)
+        yield ranked, "best_of: only with the value of n; request more choices with n and rank them by logprobs"
 
     @property
     def prompts(self) -> list[str]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
-    def options(self) -> Options:
-        """The decoding options; temperature 0 means greedy search."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        options: dict[str, Any] = {"max_length": self.max_tokens or 16, "stop": stop, "top_tokens": self.logprobs or 0}
-        if self.temperature != 0:
-            options |= {"sample": True, "temperature": self.temperature or 1.0}
-            options |= {"top_p": self.top_p or 1.0, "nbest": self.n or 1}
-        if self.seed is not None:
-            options["seed"] = self.seed
-        return Options.of(**options)
+
+class TextContent(Body):
+    """A part of a chat message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Body):
+    """A chat message."""
+
+    role: Name
+    content: Text | Annotated[list[TextContent], LIST]
+    name: Name | None = Field(None, description="Ignored.")
+
+    def __str__(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(OpenAIBody):
+    """A request of an OpenAI client to /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], LIST]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_LENGTH)] | None = None
 
 
 class LabelInput(Body):
@@ -192,11 +284,47 @@ class ReloadBody(Body):
 B = TypeVar("B", bound=BaseModel)
 
 
-def parse_body(kind: type[B], data: bytes, max_inputs: int = MAX_INPUTS) -> B:
-    """Validate a body; the error names the wrong fields, and the first wrong item of a list."""
+def form_as_json(content_type: str, data: bytes, query: str) -> bytes:
+    """The query parameters and the fields of a form as a JSON object of texts; several `q` are a list."""
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=MAX_INPUTS)
+        if data and content_type.lower().startswith(MULTIPART):
+            pairs += _multipart_fields(content_type, data)
+        elif data:
+            pairs += parse_qsl(data.decode(), keep_blank_values=True, errors="strict", max_num_fields=MAX_INPUTS)
+    except ValueError as error:
+        raise Refused(400, f"the form cannot be read: {error}") from None
+    fields: dict[str, str | list[str]] = dict(pairs)
+    texts = [value for name, value in pairs if name == "q"]
+    return to_json(fields | ({"q": texts} if len(texts) > 1 else {}))
+
+
+def _multipart_fields(content_type: str, data: bytes) -> list[tuple[str, str]]:
+    """The fields of a multipart form; files are fields like others."""
+    header = Header()
+    header["Content-Type"] = content_type
+    boundary = header.get_boundary("")
+    parts = (b"\r\n" + data).split(b"\r\n--" + boundary.encode())
+    if not boundary or len(parts) > MAX_INPUTS or not parts[-1].startswith(b"--"):
+        raise ValueError("it has no boundary, no end, or too many parts")
+    fields = []
+    for part in parts[1:-1]:
+        head, _, value = part.partition(b"\r\n\r\n")
+        name = FIELD_NAME.search(head)
+        if name is None:
+            raise ValueError("a part has no name")
+        fields.append((name[1].decode(), value.decode()))
+    return fields
+
+
+def parse_body(kind: type[B], data: bytes, max_inputs: int = MAX_INPUTS, strict: bool = True) -> B:
+    """Validate a body; the error names the wrong fields, and the first wrong item of a list.
+
+    Without `strict`, numbers may be texts, as in forms.
+    """
     check_json(data, max_inputs)
     try:
-        return kind.model_validate_json(data, strict=True, context=PYDANTIC_ERRORS)
+        return kind.model_validate_json(data, strict=strict, context=PYDANTIC_ERRORS)
     except ValidationError as error:
         items = error.errors(include_url=False)
         if items[0]["type"] == "json_invalid":

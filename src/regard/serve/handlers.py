@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from aiohttp import web
@@ -15,13 +12,22 @@ from pydantic_core import to_json
 from regard.decode.request import LENGTH_EXTRA, LENGTH_RATIO, Options, check_streaming
 from regard.errors import UserError
 from regard.serve import bodies
+from regard.serve.completions import Answer, Completions, StreamForm
 from regard.serve.queue import Group, Job, QueueFull
 from regard.serve.responses import EventStream, Refused, Reply, error_json, json_response
 from regard.serve.service import Service
-from regard.serve.settings import CONSTRAINT_LIMITS, ServeSettings
+from regard.serve.settings import CONSTRAINT_LIMITS, MAX_TEXT, ServeSettings
+from regard.serve.translation import (
+    html_parts,
+    is_language_classifier,
+    join_parts,
+    line_parts,
+    rank_languages,
+)
 from regard.suggest import closest
 
-Answer = dict[str, Any]
+MAX_DETECTED = 2000  # characters of a text whose language is detected
+PRIVATE = ("characters", "chat_template")  # facts of a run that are not published
 TRACE_COST = 20  # of recording all attention of one hypothesis, as a multiple of decoding it
 
 
@@ -127,95 +133,144 @@ class Handlers:
             raise Refused(422, f"stream: requires a single input, not {len(items)}")
         check_streaming(options)
         job = self.make_job(run, "stream", changes, items)
-        return self._stream(job, lambda piece: {"piece": piece}, lambda x: {"run": run, "result": x})
+        return self._stream(job, StreamForm(lambda _, x: {"piece": x}, lambda _, x: [{"run": run, "result": x}]))
 
     async def translate(self, body: bodies.TranslateBody) -> web.Response:
         """Translate, in the form of LibreTranslate."""
-        run = self.find_run(self._run_of_pair(body.source, body.target), "generate")
         texts = [body.q] if isinstance(body.q, str) else body.q
+        run, detected = await self._run_of_pair(body.source.lower(), body.target.lower(), texts)
+        as_html = body.format == "html"
+        rows = [html_parts(text) if as_html else line_parts(text) for text in texts]
+        items = [{"source": part.text} for row in rows for part in row if part.is_input]
         n = body.alternatives + 1
         beam = max(self.settings.beam, n)
-        items = [{"source": text} for text in texts]
         options: dict[str, Any] = {"beam": beam, "nbest": n} if n > 1 else {"beam": beam} if beam > 1 else {}
-        results = await self.results(self.make_job(run, "translate", options, items, beam), complete=True)
-        outputs = [x["texts"] for x in results]
-        answer: Answer = {"translatedText": [row[0] for row in outputs]}
+        job = self.make_job(run, "translate", options, items, beam)
+        results = await self.results(job, complete=True) if items else []
+        outputs = iter([x["texts"] for x in results])
+        joined = [join_parts(row, outputs, as_html) for row in rows]
+        answer: Answer = {"translatedText": [row[0] for row in joined]}
         if body.alternatives:
-            answer["alternatives"] = [row[1:] for row in outputs]
+            answer["alternatives"] = [row[1:] for row in joined]
+        if detected:
+            answer["detectedLanguage"] = [detected] * len(texts)
         if isinstance(body.q, str):
             answer = {name: values[0] for name, values in answer.items()}
         return json_response(answer)
 
-    def _run_of_pair(self, source: str, target: str) -> str | None:
-        """The run of a language pair: the run with the name of the pair, or else the only run with this target."""
-        candidates = [name for name, run in self.service.runs.items() if run["task"] == "pairs"]
-        if (name := f"{source}-{target}") in candidates:
-            return name
-        matches = [name for name in candidates if name.partition("-")[2] == target]
-        if source == "auto" and len(matches) == 1:
-            return matches[0]
-        if len(candidates) == 1 and ("-" not in candidates[0] or (source == "auto" and not target)):
-            return candidates[0]
-        raise Refused(422, f"source, target: no run for {source} to {target} (runs: {', '.join(candidates)})")
+    def _pairs(self) -> dict[tuple[str, str], str]:
+        """The language pairs of the runs, from names such as en-de."""
+        names = [name for name, run in self.service.runs.items() if run["task"] == "pairs" and "-" in name]
+        return {(name.partition("-")[0], name.partition("-")[2]): name for name in names}
+
+    async def _run_of_pair(self, source: str, target: str, texts: list[str]) -> tuple[str, Answer | None]:
+        """The run of a pair and the detected source; a run without a pair in its name answers requests without one."""
+        auto = source in ("auto", "")
+        pairs = self._pairs()
+        candidates = {pair: name for pair, name in pairs.items() if target in ("", pair[1].lower())}
+        detected = None
+        if auto and candidates:
+            sources = {pair[0] for pair in candidates}
+            detected = next(x for x in await self._detect(texts) if x["language"] in sources)
+            if len(sources) > 1 and not detected["confidence"]:
+                raise Refused(422, f"source: cannot be detected; give one of {', '.join(sorted(sources))}")
+            source = detected["language"].lower()
+        runs = [name for pair, name in candidates.items() if pair[0].lower() == source]
+        if auto and not target and not pairs:
+            runs = [name for name, run in self.service.runs.items() if run["task"] == "pairs"]
+        if len(runs) == 1:
+            return runs[0], detected
+        known = ", ".join(f"{x} to {y}" for x, y in pairs) or "none: a run needs a name such as en-de=DIRECTORY"
+        which = f"{source or 'auto'} to {target or 'any language'}"
+        raise Refused(422, f"source, target: {'several runs' if runs else 'no run'} for {which} (pairs: {known})")
+
+    async def detect(self, body: bodies.DetectBody) -> web.Response:
+        """Detect the language of a text among the source languages, in the form of LibreTranslate."""
+        return json_response(await self._detect([body.q] if isinstance(body.q, str) else body.q))
+
+    async def _detect(self, texts: list[str]) -> list[Answer]:
+        """The languages of a text with confidence in percent, best first.
+
+        A classifier of languages ranks them, or else the characters in the training data of the runs.
+        """
+        sources = {pair[0]: name for pair, name in self._pairs().items()}
+        text = "\n".join(texts)[:MAX_DETECTED]
+        ranked: list[tuple[str, float]] = []
+        for name, run in self.service.runs.items():
+            if "classify" in run["kinds"] and is_language_classifier(run["labels"], sources):
+                (result,) = await self.results(self.make_job(name, "classify", {}, [{"source": text}]))
+                ranked = list(result.get("probabilities", {}).items())
+        if not ranked:
+            counts = {code: self.service.runs[name]["characters"] for code, name in sources.items()}
+            ranked = rank_languages(text, {code: row for code, row in counts.items() if row})
+        ranked += [(code, 0.0) for code in sources if code not in dict(ranked)]
+        if not ranked:
+            raise Refused(404, "no run has a source language: a run needs a name such as en-de=DIRECTORY")
+        return [{"language": code, "confidence": round(100 * probability, 1)} for code, probability in ranked]
 
     async def languages(self) -> web.Response:
         """List language pairs, in the form of LibreTranslate."""
-        runs = self.service.runs.items()
-        pairs = [name.split("-", 1) for name, run in runs if "generate" in run["kinds"] and "-" in name]
+        pairs = self._pairs()
         targets = {code: [target for source, target in pairs if source == code] for code, _ in pairs}
         return json_response([{"code": code, "name": code, "targets": targets[code]} for code in targets])
+
+    async def frontend_settings(self) -> web.Response:
+        """List settings for user interfaces, in the form of LibreTranslate."""
+        target = next((target for _, target in self._pairs()), "")
+        keys = self.settings.keys is not None
+        languages = {side: {"code": code, "name": code} for side, code in (("source", "auto"), ("target", target))}
+        settings = {"apiKeys": keys, "keyRequired": keys, "charLimit": MAX_TEXT, "language": languages}
+        unsupported = {"suggestions": False, "filesTranslation": False, "supportedFilesFormat": []}
+        return json_response({**settings, **unsupported, "frontendTimeout": 500})
 
     async def completions(self, body: bodies.CompletionBody) -> Reply:
         """Continue prompts, in the form of OpenAI."""
         run = self._language_model(body.model)
-        options = body.options()
+        return await self._complete(run, body, body.prompts, body.options(body.max_tokens or 16, body.logprobs))
+
+    async def chat(self, body: bodies.ChatBody) -> Reply:
+        """Continue the messages of a chat, joined by line breaks, in the form of OpenAI."""
+        run = self._language_model(body.model)
+        if self.service.runs[run]["chat_template"]:
+            advice = "send the prompt in the form of the template to /v1/completions"
+            raise Refused(404, f"model: {run} has a chat template, which this server does not apply; {advice}")
+        options = body.options(body.max_completion_tokens or body.max_tokens)
+        return await self._complete(run, body, ["\n".join(map(str, body.messages))], options)
+
+    async def _complete(
+        self, run: str, body: bodies.CompletionBody | bodies.ChatBody, prompts: list[str], options: Options
+    ) -> Reply:
         changes = options.model_dump(mode="json", exclude_defaults=True)
-        items = [{"source": prompt} for prompt in body.prompts]
-        frame = {
-            "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": run,
-        }  # fmt: skip
+        form = Completions(run, body, prompts)
+        kind = "stream" if body.stream and options.beam == 1 else "generate"
+        job = self.make_job(run, kind, changes, body.items(prompts), options.rows)
         if body.stream:
-            if len(items) != 1 or (body.n or 1) != 1:
-                raise Refused(422, "stream: requires a single prompt and n = 1")
-            job = self.make_job(run, "stream", changes, items)
-
-            def chunk(text: str, reason: str | None) -> Answer:
-                return {**frame, "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]}
-
-            def last(result: Answer) -> Answer:
-                return chunk("", _reason(result["hypotheses"][0]))
-
-            return self._stream(job, lambda piece: chunk(piece["text"], None), last, "[DONE]")
-        results = await self.results(self.make_job(run, "generate", changes, items, options.rows), complete=True)
-        hypotheses = [(x["source"] if body.echo else "", h) for x in results for h in x["hypotheses"]]
-        choices = [
-            {
-                "index": i,
-                "text": echo + h["text"],
-                "logprobs": None if body.logprobs is None else _logprobs(h),
-                "finish_reason": _reason(h),
-            }
-            for i, (echo, h) in enumerate(hypotheses)
-        ]
-        prompt = sum(x["source_tokens"] for x in results)
-        output = sum(len(h["tokens"]) for _, h in hypotheses)
-        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        return json_response({**frame, "choices": choices, "usage": usage})
+            return self._stream(job, form.stream_form())
+        return json_response(form.answer(await self.results(job, complete=True)))
 
     def _language_model(self, name: str) -> str:
         models = [each for each, run in self.service.runs.items() if run["task"] == "lm"]
         if name in models:
             return name
         if not models:
-            raise Refused(404, "model: no run is a language model; use /v1/generate")
-        known = f"{closest(name, models)} (models: {', '.join(models)})"
+            raise Refused(404, "model: no run is a language model, as /v1/completions needs; use /v1/generate")
+        known = f"{closest(name, models)} (models for /v1/completions: {', '.join(models)})"
         raise Refused(404, f"model: no language model {name!r:.100}{known}")
 
     async def models(self) -> web.Response:
         """List runs with their kinds of answers, in the form of OpenAI."""
-        runs = self.service.runs.items()
-        rows = [{"id": name, "object": "model", "created": 0, "owned_by": "regard", **run} for name, run in runs]
-        return json_response({"object": "list", "data": rows})
+        return json_response({"object": "list", "data": [self._model(name) for name in self.service.runs]})
+
+    async def model(self, name: str) -> web.Response:
+        """Describe a run, in the form of OpenAI."""
+        if name not in self.service.runs:
+            known = f"{closest(name, self.service.runs)} (models: {', '.join(self.service.runs)})"
+            raise Refused(404, f"model: no run {name!r:.100}{known}")
+        return json_response(self._model(name))
+
+    def _model(self, name: str) -> Answer:
+        run = {key: value for key, value in self.service.runs[name].items() if key not in PRIVATE}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "regard", **run}
 
     async def score(self, body: bodies.ScoreBody) -> web.Response:
         """Score pairs of source and target."""
@@ -250,6 +305,11 @@ class Handlers:
             raise Refused(422, f"the runs could not be loaded; the old runs stay: {error}") from None
         return json_response({"runs": list(self.service.runs)})
 
+    async def health(self) -> web.Response:
+        """Check whether the server accepts requests, in the form of LibreTranslate."""
+        await self.ready()
+        return json_response({"status": "ok"})
+
     async def live(self) -> web.Response:
         """Check whether the server is running."""
         return json_response({"status": "live"})
@@ -260,27 +320,37 @@ class Handlers:
             raise Refused(503, "draining" if self.draining else "no worker is ready", retry_after=2)
         return json_response({"status": "ready"})
 
-    def _stream(
-        self, job: Job, show: Callable[[Answer], Answer], last: Callable[[Answer], Answer], *closing: str
-    ) -> EventStream:
-        """Submit a job -> its tokens as events, the last event, and `closing` texts; errors are events too."""
+    def _stream(self, job: Job, form: StreamForm) -> EventStream:
+        """Submit a job -> its pieces and results as events; an error is an event too."""
         self.submit(job)
 
-        async def events() -> AsyncIterator[str]:
+        async def events() -> AsyncIterator[Answer]:
+            for event in form.first:
+                yield event
+            ended: set[int] = set()
+            while len(ended) < len(job.inputs):
+                await job.wait()
+                while job.pieces:
+                    yield form.piece(*job.pieces.popleft())
+                for index in sorted(job.results.keys() - ended):
+                    ended.add(index)
+                    if "error" in job.results[index]:
+                        _raise(job.results[index])
+                    for event in form.result(index, job.results[index]):
+                        yield event
+            for event in form.last([job.results[i] for i in range(len(job.inputs))]):
+                yield event
+
+        async def texts() -> AsyncIterator[str]:
             try:
-                while job.pieces or not job.done:
-                    await job.wait()
-                    while job.pieces:
-                        yield to_json(show(job.pieces.popleft())).decode()
-                if "error" in job.results[0]:
-                    _raise(job.results[0])
-                yield to_json(last(job.results[0])).decode()
+                async for event in events():
+                    yield to_json(event).decode()
             except Refused as refused:
                 yield to_json({"error": error_json(refused.status, refused.message)}).decode()
-            for text in closing:
+            for text in form.end:
                 yield text
 
-        return EventStream(events(), partial(self.service.finish, job))
+        return EventStream(texts(), partial(self.service.finish, job))
 
 
 def _characters(values: Answer, names: Sequence[str]) -> int:
@@ -310,16 +380,3 @@ def _max_output(options: Answer, item: Answer, length: int) -> float:
 
 def _raise(result: Answer) -> None:
     raise Refused(result["status"], result["error"], retry_after=2 if result["status"] == 503 else None)
-
-
-def _reason(hypothesis: Answer) -> str:
-    return "length" if "max_length" in hypothesis.get("flags", {}) else "stop"
-
-
-def _logprobs(hypothesis: Answer) -> Answer:
-    """The scores of tokens, in the form of OpenAI."""
-    tokens: Sequence[str] = hypothesis["tokens"]
-    offsets = list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]
-    top = [{x["token"]: x["score"] for x in row} for row in hypothesis.get("top_tokens", [])]
-    logprobs = {"tokens": tokens, "token_logprobs": hypothesis["token_scores"]}
-    return {**logprobs, "top_logprobs": top or None, "text_offset": offsets}

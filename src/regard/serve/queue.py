@@ -63,7 +63,7 @@ class Job:
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)  # indices of inputs, the next one last
     retried: set[int] = field(default_factory=set)  # indices of inputs whose worker ended
-    pieces: deque[dict[str, Any]] = field(default_factory=deque)  # of a stream, not sent yet
+    pieces: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)  # of a stream, by input, not sent yet
     news: asyncio.Future[None] | None = None  # done when there are pieces, or all results
     cancelled: bool = False
     started: bool = False  # a stream: at least one piece has arrived
@@ -89,9 +89,9 @@ class Job:
             self.news = asyncio.get_running_loop().create_future()
             await self.news
 
-    def add_piece(self, piece: dict[str, Any]) -> None:
+    def add_piece(self, index: int, piece: dict[str, Any]) -> None:
         self.started = True
-        self.pieces.append(piece)
+        self.pieces.append((index, piece))
         self._wake()
 
     def add_result(self, index: int, result: dict[str, Any]) -> None:

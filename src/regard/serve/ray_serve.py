@@ -103,19 +103,20 @@ class Replica:
         async for part in request.stream():
             if len(data) <= self.settings.max_body:  # a body that is too long is read to its end, but not stored
                 data += part
-        reply = await self.reply(request.method, request.url.path, request.headers, bytes(data))
+        url = request.url
+        reply = await self.reply(request.method, url.path, request.headers, bytes(data), url.query)
         if isinstance(reply, EventStream):
             return EventSourceResponse(_events(reply), sep="\n", headers=HEADERS)
         return Response(reply.body, reply.status, {**reply.headers, **HEADERS})
 
-    async def reply(self, method: str, path: str, headers: Mapping[str, str], data: bytes) -> Reply:
+    async def reply(self, method: str, path: str, headers: Mapping[str, str], data: bytes, query: str = "") -> Reply:
         """The answer to a request, the same as from the HTTP server."""
         await self.start()
 
         async def read() -> bytes:
             return data
 
-        return await self.endpoints.answer(method, path, headers, read)
+        return await self.endpoints.answer(method, path, headers, read, query)
 
 
 async def _events(stream: EventStream) -> AsyncIterator[dict[str, str]]:

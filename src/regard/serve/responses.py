@@ -82,14 +82,15 @@ def error_json(status: int, message: str) -> dict[str, Any]:
     return {"status": status, "code": CODES[status], "message": message}
 
 
-def error_response(refused: Refused) -> web.Response:
-    """The answer to a refused request; all errors have this shape."""
+def error_response(refused: Refused, text: bool = False) -> web.Response:
+    """The answer to a refused request; all errors have this shape, or are texts in LibreTranslate's API."""
     headers = {"Allow": refused.allow} if refused.allow else {}
     if refused.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after)))
     if refused.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="regard", charset="UTF-8"'
-    return json_response({"error": error_json(refused.status, refused.message)}, refused.status, headers)
+    error = refused.message if text else error_json(refused.status, refused.message)
+    return json_response({"error": error}, refused.status, headers)
 
 
 def common_headers(request: web.BaseRequest, origins: Collection[str], closing: bool) -> dict[str, str]:

@@ -66,6 +66,7 @@ class Server:
         api = json.dumps(describe_api(self.routes, list(runs))).encode()
         more_routes = [
             Route("GET", "/openapi.json", _data_handler(lambda: api, "application/json")),
+            Route("GET", "/spec", _data_handler(lambda: api, "application/json"), libretranslate=True),
             Route("GET", "/metrics", _data_handler(self.monitor.text, "text/plain; version=0.0.4")),
             *(Route("GET", path, partial(asset_response, name, settings.max_inputs)) for path, name in ASSETS.items()),
         ]
@@ -128,7 +129,9 @@ class Server:
         """The answer to a request; a stream has already been sent."""
         if request.method == "OPTIONS" and request.headers.get("Origin") in self.settings.cors:
             return web.Response(status=204)
-        reply = await self.endpoints.answer(request.method, request.path, request.headers, partial(self._read, request))
+        query = request.rel_url.raw_query_string
+        read = partial(self._read, request)
+        reply = await self.endpoints.answer(request.method, request.path, request.headers, read, query)
         if isinstance(reply, EventStream):
             headers = common_headers(request, self.settings.cors, self.handlers.draining)
             return await send_events(request, reply, headers, self.settings.send)

@@ -165,7 +165,8 @@ class Service:
     def _on_message(self, worker: WorkerConnection, message: dict[str, Any]) -> None:
         """Take a piece of a stream, or the results of a batch (None if it was cancelled)."""
         if "piece" in message:
-            self._running[worker].batch.entries[0][0].add_piece(message["piece"])
+            job, index = self._running[worker].batch.entries[0]
+            job.add_piece(index, message["piece"])
             return
         batch, seconds = self._take_back(worker)
         results = message["results"]

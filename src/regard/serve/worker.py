@@ -29,7 +29,7 @@ from regard.errors import UserError
 from regard.inspect.trace import Trace
 from regard.parallel.children import Work
 from regard.parallel.messages import Channel
-from regard.run import Run
+from regard.run import CHAT_TEMPLATE, Run
 from regard.serve.pool import INTERNAL_ERROR, body_message, read_body
 from regard.text.codec import Example
 
@@ -137,7 +137,7 @@ class BatchAnswerer:
             for piece in pieces:
                 batch.send({"piece": piece.as_dict()})
         assert pieces.hypothesis is not None
-        return [generation_json(request.source, [pieces.hypothesis])]
+        return [generation_json(request.source, [pieces.hypothesis], {"source_tokens": pieces.source_tokens})]
 
     def score(self, batch: WorkerBatch) -> list[Result]:
         """Log-probabilities of given targets, as in `regard score`."""
@@ -250,6 +250,8 @@ def describe(name: str, run: Run) -> Result:
         "features": "features" in run.codec.columns,
         "feature_names": list(run.codec.features),
         "feature_separator": run.codec.feature_separator,
+        "characters": run.statistics.source_characters,
+        "chat_template": (run.path / CHAT_TEMPLATE).is_file(),
         "kinds": [] if run.task.reads == "images" else kinds,  # requests contain text only
         "examples": [{"source": each.source, "features": each.features} for each in run.statistics.examples],
     }
