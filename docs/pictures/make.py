@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation: python docs/pictures/make.py RUN WORD PAIRS IMAGE_RUN IMAGES
+"""Make the pictures of the documentation: python docs/pictures/make.py RUN WORD PAIRS IMAGE_RUN IMAGES SERVED_RUN TEXT
 
 Pages are captured in a headless Chromium; regard draws the other pictures. The map of the code has its own script,
 architecture.py.
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlencode
 
 from regard.inspect.trace import trace
 from regard.model import Model
@@ -22,6 +23,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent / "tests"))
 
 from kit import chromium  # noqa: E402
+from kit.server import serving  # noqa: E402
 
 CLIP_HEIGHTS = {"alignment": 680, "walk": 900}  # visible height of each view in pixels
 MEASUREMENT_SECONDS = 5.0  # time in which the page measures all heads
@@ -41,8 +43,21 @@ def sinusoid_page(word: str) -> str:
     return trace(run, Example(word)).to_html()
 
 
+def picture_of_server(program: str, run: Path, text: str) -> None:
+    """The page of a server, with the alternatives for a token."""
+    browser = chromium.Chromium(program, 1180, 900)
+    with serving({run.name: run}) as client:
+        browser.open(f"{client.url}/#{urlencode({'source': text})}")
+        browser.until("document.getElementById('single').dataset.state === 'idle'")
+        browser.click(".token", 4)
+        browser.until("document.querySelectorAll('.alternative').length > 1")
+        browser.hover("h1")
+        browser.screenshot(HERE / "serve.png")
+    browser.close()
+
+
 def main() -> None:
-    run, word, pairs, image_run, images = sys.argv[1:6]
+    run, word, pairs, image_run, images, served_run, text = sys.argv[1:8]
     page = HERE / "page.html"
     position_page = HERE / "position.html"
     image_page = HERE / "image.html"
@@ -55,6 +70,7 @@ def main() -> None:
     regard("heads", run, pairs, "--picture", HERE / "heads.svg", "--no-store")
     program = chromium.find()
     assert program is not None, "no Chromium on this machine"
+    picture_of_server(program, Path(served_run), text)
     for name, height in CLIP_HEIGHTS.items():
         browser = chromium.Chromium(program, 1180, height)
         browser.open(page)

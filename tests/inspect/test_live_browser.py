@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 from kit import chromium
 from kit.models import family, letters
 from kit.page import OUTPUT, TABS, TOKENS, complaints, decoded, enter, open_page, settle, sharpened, shown
+from regard.data.statistics import Statistics
+from regard.inspect.live import live_page
 from regard.inspect.trace import trace, trace_image
 from regard.run import Run
 from regard.text.codec import Example
@@ -39,6 +42,21 @@ def test_typed_text_gives_the_outputs_of_generate(browser: chromium.Chromium, pa
         assert browser.run(f"{OUTPUT}.querySelector('.score').textContent").startswith("log-probability −")
         columns = "Array.from(document.querySelector('.words').children, n => n.textContent).join('')"
         browser.until(f"{columns} === {json.dumps(shown(source) + '<eos>')}")
+    assert complaints(browser) == []
+
+
+def test_page_begins_with_its_first_example_or_empty(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
+    field = "document.querySelector('.field').value"
+    for examples in ((Example("dab"), Example("cab")), ()):
+        page, _ = live_page(replace(pairs, statistics=Statistics(examples=examples)), "fp32", samples=1)
+        (tmp_path / "page.html").write_text(page, encoding="utf-8")
+        browser.open(tmp_path / "page.html")
+        settle(browser)
+        assert browser.run(field) == (examples[0].source if examples else "")
+        expected = decoded(pairs, "dab", beam=5)[0].text if examples else ""
+        assert browser.run(TOKENS).rstrip("■") == shown(expected)
+    enter(browser, "cab")
+    browser.until(f"{TOKENS}.startsWith({json.dumps(shown(decoded(pairs, 'cab', beam=5)[0].text))})")
     assert complaints(browser) == []
 
 

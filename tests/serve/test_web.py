@@ -77,8 +77,8 @@ def address(page: chromium.Chromium) -> dict[str, list[str]]:
 
 @pytest.fixture
 def page(browser: chromium.Chromium, client: Client) -> Iterator[chromium.Chromium]:
-    """The page with the first run selected."""
-    open_link(browser, client)
+    """The page with the first run selected and no input."""
+    open_link(browser, client, source="")
     yield browser
     problems = [
         event["params"]
@@ -150,6 +150,22 @@ def test_output_appears_while_typing(page: chromium.Chromium, runs: dict[str, Pa
     page.click("#source")
     page.write("a")
     until_output(page, expected_hypotheses(runs, "fadeca")[0].text)
+
+
+def test_page_begins_with_an_example_of_the_run(page: chromium.Chromium, client: Client, runs: dict[str, Path]) -> None:
+    example = regard.load(runs["toy"]).statistics.examples[0].source
+    open_link(page, client)
+    assert page.run("document.getElementById('source').value") == example
+    until_output(page, expected_hypotheses(runs, example)[0].text)
+    choose_run(page, "lm")  # has none
+    page.until(f"{SETTLED} && document.getElementById('source').value === ''")
+    choose_run(page, "toy")
+    page.until(f"{SETTLED} && document.getElementById('source').value === {json.dumps(example)}")
+    open_link(page, client)
+    page.write("cab")  # replaces the example
+    until_output(page, expected_hypotheses(runs, "cab")[0].text)
+    choose_run(page, "cls")
+    assert page.run("document.getElementById('source').value") == "cab"
 
 
 def test_new_input_aborts_the_previous_request(page: chromium.Chromium, runs: dict[str, Path]) -> None:
@@ -434,8 +450,6 @@ def test_link_reproduces_run_input_and_options(
     expected = regard.load(runs["toy"]).generate([regard.Request("cab", forbid=["B"])], beam=3, nbest=3)[0]
     until_output(page, expected[0].text)
     link = page.run("location.hash.slice(1)")
-    open_link(page, client)
-    assert output(page) == ""
     open_link(page, client, **{name: values[0] for name, values in state.items()})
     until_output(page, expected[0].text)
     assert texts(page, "#nbest .whole") == [h.text for h in expected]

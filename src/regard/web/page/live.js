@@ -32,11 +32,11 @@ const PAUSE = 120,
   REST = 500; // milliseconds after the last key: start of the full search; end of typing
 const FORGET = 0.7; // a slow search is retried after a while, because the first one is the slowest
 
-// The first side: the input of the stored trace. A stored image is shown until another is drawn.
+// The first side: the first example of the page, or nothing. A stored image is shown until another is drawn.
 function firstSide(engine, stored) {
   if (engine.task === "image") return { ...newSide(null), trace: stored };
-  const { source, text, features } = stored.texts;
-  return newSide({ source: source ?? text ?? "", features: features || "" });
+  const [{ source, features } = { source: "", features: null }] = engine.examples;
+  return newSide({ source, features: features || "" });
 }
 
 class Live {

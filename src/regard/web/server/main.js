@@ -93,7 +93,9 @@ try {
   );
   choice.addEventListener("change", setRun);
   restore(address.read());
-  byId(mode === "single" ? "source" : "lines").focus();
+  const field = /** @type {HTMLTextAreaElement} */ (byId(mode === "single" ? "source" : "lines"));
+  field.focus();
+  field.select(); // so that typing replaces the example
   document.documentElement.dataset.ready = "yes";
 } catch (error) {
   report(error.message);

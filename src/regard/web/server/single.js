@@ -11,6 +11,7 @@ import { flagNote, Output } from "./output.js";
 
 const DELAY = 200; // milliseconds after the last key
 const ALTERNATIVES = 8;
+const NO_EXAMPLE = { source: "", features: null };
 
 export class Single {
   constructor(panel, report, remember) {
@@ -20,6 +21,7 @@ export class Single {
     this.timer = 0;
     this.controller = new AbortController();
     this.source = growingField({ id: "source", rows: 3, input: () => this.changed() });
+    this.example = NO_EXAMPLE;
     this.features = "";
     this.prefix = growingField({ id: "prefix", rows: 1, input: () => this.changed() });
     this.require = new Phrases("require", "Contains", () => this.changed(0));
@@ -127,7 +129,9 @@ export class Single {
     this.attention.hidden = !run.kinds.includes("inspect");
     const usual = run.task === "lm" ? { temperature: "0.8", max_length: "40" } : {};
     this.usual = { beam: "5", temperature: "0", seed: "1", max_length: "", ...usual };
-    this.restore(new URLSearchParams([["source", this.source.value]]));
+    const typed = this.source.value !== this.example.source;
+    this.example = (run.task === "masked" ? [] : run.examples)[0] ?? NO_EXAMPLE; // they have no masks
+    this.restore(new URLSearchParams(typed ? [["source", this.source.value]] : []));
     this.source.placeholder =
       run.task === "lm"
         ? "A text to continue"
@@ -154,10 +158,10 @@ export class Single {
   // Take over the state of an address.
   restore(parts) {
     for (const [name, field] of Object.entries(this.numbers)) setNumber(field, parts.get(name), this.usual[name]);
-    this.features = parts.get("features") ?? "";
+    this.features = parts.get("features") ?? (parts.has("source") ? "" : (this.example.features ?? ""));
     this.cards.features.hidden = !this.run.features;
     if (this.run.features) this.offerFeatures();
-    this.source.value = parts.get("source") ?? "";
+    this.source.value = parts.get("source") ?? this.example.source;
     this.prefix.value = parts.get("prefix") ?? "";
     this.require.set(parts.getAll("require"));
     this.forbid.set(parts.getAll("forbid"));
