@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,11 @@ def test_cards_of_a_recurrent_step_are_consistent(make_letters: Callable[..., Ru
         assert np.allclose(weights @ context.scores.values.first, context.vectors[0].first, atol=1e-5)
         last = next(card for card in cards if card.title == "Concatenation").vectors[-1].first
         assert np.allclose(last, cards[-1].vectors[0].first, atol=1e-5)
+
+
+def test_title_is_the_name_of_the_run_or_of_the_directory_around_it(transformer_run: Run) -> None:
+    for path, title in (("runs/g2p", "g2p"), ("runs/g2p/", "g2p"), ("runs/demo/run", "demo"), ("/", "model")):
+        assert make_trace(replace(transformer_run, path=Path(path))).title == title
 
 
 def test_long_texts_are_truncated_with_a_note(transformer_run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -283,7 +284,7 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[HeadIndex] =
     stacks = {name: getattr(model, name) for name in run.config.stacks}
     heatmaps = [walk.position_heatmap(name, x, positions) for name, x in stacks.items() if isinstance(x, Transformer)]
     return Trace(
-        title=run.path.resolve().name or "model",
+        title=_title(run.path.resolve()),
         facts=run.facts,
         texts=inputs.texts | ({"prediction": inputs.names(best)[0]} if model.classifies else {}),
         tokens=inputs.tokens,
@@ -302,6 +303,11 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[HeadIndex] =
         attribution=attribution,
         importance=importance,
     )
+
+
+def _title(path: Path) -> str:
+    """The name of a run directory; of one that is only named "run", that of the directory around it."""
+    return (path.parent.name if path.name == "run" else path.name) or "model"
 
 
 def _attribution(
