@@ -325,7 +325,9 @@ MAX_HASHED_BYTES = 16 * 2**20  # larger files are hashed only by `verify`; hashi
 MAX_TEXT_BYTES = 64 * 2**20  # limit of files that are read as a whole: twice the largest published tokenizers
 TEXT_SUFFIXES = (".json", ".toml", ".txt", ".model", ".spm")  # suffixes of files that are read as a whole
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+Name = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=200)
+]
 
 
 class Entry(Value):

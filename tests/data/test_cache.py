@@ -57,6 +57,42 @@ def test_runs_with_equal_data_share_a_cache_entry(tmp_path: Path, monkeypatch: p
     assert len(writes) == 4 and len(list((tmp_path / "cache").iterdir())) == 3
 
 
+def reverse_targets(entry: Path) -> None:
+    ids = (entry / "train" / "target.bin").read_bytes()
+    (entry / "new").write_bytes(ids[::-1])
+    (entry / "new").replace(entry / "train" / "target.bin")  # the runs keep the file
+
+
+@pytest.mark.parametrize("damage", [reverse_targets, lambda entry: (entry / "valid.jsonl").unlink()])
+def test_a_damaged_entry_is_prepared_again(tmp_path: Path, damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
+    prepare_data(tmp_path / "one", data)
+    (entry,) = (tmp_path / "cache").iterdir()
+    damage(entry)
+    writes = record_writes(monkeypatch)
+    messages: list[str] = []
+    prepared = prepare_data(tmp_path / "two", data, say=messages.append)
+    assert len(writes) == 1 and contents(tmp_path / "one") == contents(tmp_path / "two") == contents(entry)
+    assert len(messages) == 1 and f"{entry}: is damaged, and prepared again" in messages[0]
+    assert not prepared.notes[0].startswith("data: prepared before")
+    assert prepare_data(tmp_path / "three", data).notes[0].startswith("data: prepared before")
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646])
+def test_a_run_has_copies_of_entries_that_other_users_can_write(tmp_path: Path, mode: int) -> None:
+    data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
+    prepare_data(tmp_path / "one", data)
+    (entry,) = (tmp_path / "cache").iterdir()
+    for name in contents(entry):
+        (entry / name).chmod(mode)
+    prepare_data(tmp_path / "two", data)
+    for name, content in contents(entry).items():
+        assert not (entry / name).samefile(tmp_path / "two" / name)
+        with (entry / name).open("wb") as file:  # by another user
+            file.write(b"changed")
+        assert (tmp_path / "two" / name).read_bytes() == content
+
+
 def test_cache_key_includes_the_tokenizers_of_the_base_run(tmp_path: Path) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
     bases = [prepare_data(tmp_path / scheme, data, {"source_tokens": scheme}).codec for scheme in ("char", "byte")]

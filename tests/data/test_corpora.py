@@ -55,8 +55,11 @@ def rows(prepared: Prepared) -> list[tuple[str, str]]:
     return [(codec.source.decode(train.source(i)), codec.decode_target(train.target(i))) for i in range(len(train))]
 
 
+RECORDS = ("prepared.json", "manifest.json")  # name the data files, or depend on those that do
+
+
 def contents(path: Path) -> dict[str, bytes]:
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != "prepared.json"]
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name not in RECORDS]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 

@@ -103,9 +103,9 @@ def attack(
     return faults, counts
 
 
-def mutate(directory: Path, draw: Random) -> str:
-    """Change one file at random -> a description of the change."""
-    files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+def mutate(directory: Path, draw: Random, pattern: str = "*") -> str:
+    """Change one of the files that match `pattern` at random -> a description of the change."""
+    files = [path for path in directory.rglob(pattern) if path.is_file() and not path.is_symlink()]
     path = draw.choice(sorted(path for path in files if path.stat().st_size < 2**30))
     ways: list[Callable[[Path, Random], str]] = [change_bytes, change_place]
     if path.suffix == ".json":

@@ -228,14 +228,15 @@ def test_position_table_covers_the_longest_text(tmp_path: Path) -> None:
 
 
 def test_runs_saved_without_a_task_can_be_resumed(tmp_path: Path) -> None:
-    """Recipe and prepared data of old versions have no task, and the run has no manifest."""
+    """Recipe and prepared data of old versions have no task, and there are no manifests."""
     path = labelled_file(tmp_path / "classify.txt")
     order = tables("classify", tmp_path, steps=2) | {"task": "pairs", "data": {"train": str(path)}}
     train(order, tmp_path / "run")
     record = tmp_path / "run/training/data/prepared.json"
     old = json.loads(record.read_text())
     del old["task"], old["labels"]
-    record.write_text(json.dumps(old))
+    record.write_text(json.dumps(old | {"format": 1}))
+    (record.parent / "manifest.json").unlink()
     recipe = tmp_path / "run/recipe.toml"
     settings = tomllib.loads(recipe.read_text())
     del settings["task"]

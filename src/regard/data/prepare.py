@@ -28,16 +28,30 @@ from regard.data.reader import MEMORY, STDIN, open_raw
 from regard.data.store import Corpus
 from regard.data.tables import Corpora
 from regard.errors import UserError, plural
-from regard.files import LockHeld, hold_lock, make_directory, read_json, replace_directory, require_no_links
+from regard.files import (
+    MANIFEST,
+    LockHeld,
+    changed_files as verify_files,
+    hold_lock,
+    make_directory,
+    read_json,
+    read_manifest,
+    replace_directory,
+    require_no_links,
+    require_own_files,
+    update_manifest,
+)
 from regard.recipe import Column, Data, Recipe
 from regard.tasks import TASKS, Reads
 from regard.text.codec import Codec, Example, TextConfig
 from regard.text.learn import BaseText, requests
 from regard.text.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2  # of the record; data of format 1, by earlier versions, has no manifest
 NOTHING: Mapping[str, InMemory] = MappingProxyType({})
 RECORD = "prepared.json"
+DAMAGED = "restore it from a copy, or begin a new run with the best weights of this one: --from RUN --out OTHER"
+MAX_NAMED_FILES = 5  # in a message
 POLL_SECONDS = 0.5  # while another process prepares the same data
 ROLES = ("training", "validation")
 NOUNS: dict[Reads, str] = {"pairs": "pairs", "labelled": "texts with labels", "text": "plain text", "images": "images"}
@@ -111,7 +125,7 @@ def prepare(
     record = _read_record(path)
     if record is not None:
         now = fingerprint(recipe, train, valid)
-        if now == record["made_from"] and None not in now.values():
+        if now == record["made_from"] and None not in now.values() and not find_damage(path):
             shutil.rmtree(shards_of(path), ignore_errors=True)  # a process was killed before it removed them
             return replace(open_prepared(path), columns=columns)
 
@@ -127,7 +141,7 @@ def prepare(
         make(path)
     else:
         entry = Path(recipe.data.cache) / _cache_key(now, base)
-        if _take_from_cache(entry, now, path, make, say):
+        if _take_from_cache(entry, now, path, make, say or (lambda _: None)):
             notes.append(f"data: prepared before, in {entry}")
     prepared = open_prepared(path)
     return replace(prepared, notes=[*notes, *prepared.notes], columns=columns)
@@ -143,41 +157,48 @@ def _cache_key(made_from: dict[str, str | None], base: BaseText | None) -> str:
 
 
 def _take_from_cache(
-    entry: Path, made_from: dict[str, str | None], path: Path, make: Callable[[Path], None], say: Say | None
+    entry: Path, made_from: dict[str, str | None], path: Path, make: Callable[[Path], None], say: Say
 ) -> bool:
     """Share an entry of the cache with a run -> whether it existed; otherwise it is made under a lock.
 
-    On a file system without locks, the run prepares its own data. An entry that does not match its key is made again:
-    a file has changed in between.
+    On a file system without locks, the run prepares its own data. An entry is made again if it does not match its key,
+    because a file has changed in between, or its manifest: no data is lost, and other runs need not repeat the error.
     """
     make_directory(entry.parent, f"data.cache: {entry.parent}")
     require_no_links(entry.parent, (entry.name + suffix for suffix in ("", ".lock", ".shards", ".tmp", ".tmp.old")))
+    waiting = False
     while True:
         try:
             with hold_lock(entry.with_suffix(".lock"), str(entry)) as locked:
                 exists = (_read_record(entry) or {}).get("made_from") == made_from
                 if exists:
                     shutil.rmtree(shards_of(entry), ignore_errors=True)  # as in `prepare`
-                else:
-                    make(entry if locked else path)
-                if exists or locked:
                     _share(entry, path)
-                return exists
+                    if not (damage := find_damage(path)):  # of the run's own data, which no other user can change
+                        return True
+                    say(f"warning: {entry}: is damaged, and prepared again: {damage[0]}")
+                make(entry if locked else path)
+                if locked:
+                    _share(entry, path)
+                return False
         except LockHeld:
-            if say is not None:
+            if not waiting:
                 say(f"data: waiting for another training, which uses {entry}")
-                say = None
+            waiting = True
             time.sleep(POLL_SECONDS)
 
 
 def _share(entry: Path, path: Path) -> None:
-    """Copy an entry into a run, with hard links if possible; the files of an entry never change."""
+    """Copy an entry into a run, with hard links to files that only this user can write."""
 
     def link(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copyfile(source, target)
+        state = os.stat(source)
+        own = hasattr(os, "geteuid") and state.st_uid == os.geteuid()
+        if own and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            with suppress(OSError):
+                os.link(source, target)
+                return
+        shutil.copyfile(source, target)
 
     copy = partial(shutil.copytree, entry, copy_function=link, dirs_exist_ok=True)
     replace_directory(path, copy, path.with_name(path.name + ".tmp"))
@@ -211,6 +232,26 @@ def _write(
     (path / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
     for copy in path.glob("spool-*"):
         copy.unlink()
+    update_manifest(path, _file_names(path))
+
+
+def _file_names(path: Path) -> list[str]:
+    """The names of the files of prepared data except its manifest; a hidden file is not one of them."""
+    files = (file for file in path.rglob("[!.]*") if file.name != MANIFEST)
+    return sorted(file.relative_to(path).as_posix() for file in files if not file.is_dir())
+
+
+def find_damage(directory: str | Path) -> list[str]:
+    """Differences of prepared data from its manifest, by size and SHA-256; none in data of format 1."""
+    path = Path(directory)
+    try:
+        damage = verify_files(path, verify=True)
+        names = read_manifest(path).files
+    except UserError as error:
+        return [str(error)]
+    if names or (_read_record(path) or {}).get("format") == FORMAT:
+        damage += [f"{path / name}: is not in {MANIFEST}" for name in _file_names(path) if name not in names]
+    return damage
 
 
 def open_prepared(directory: str | Path) -> Prepared[Any]:
@@ -219,20 +260,28 @@ def open_prepared(directory: str | Path) -> Prepared[Any]:
     record = _read_record(path)
     if record is None:
         raise UserError(f"{path}: no prepared data here")
+    require_own_files(path, _file_names(path))
     where = str(path / RECORD)
-    kind = KINDS[TASKS[record.get("task", "pairs")].reads]
-    text = record.get("text")
-    pixels = record.get("pixels")
-    return Prepared(
-        codec=Codec.load(path, parse(TextConfig, text, where)) if text else Codec(Tokenizer.train("char", [])),
-        train=kind.open(path / "train"),
-        valid=kind.open(path / "valid"),
-        notes=record["notes"],
-        files={role: DataFile(**file) for role, file in record.get("files", {}).items()},
-        labels=tuple(record.get("labels", ())),
-        valid_examples=read_examples(path) if (path / VALID_EXAMPLES).exists() else [],
-        pixels=parse(Pixels, pixels, where) if pixels else None,
-    )
+    try:
+        kind = KINDS[TASKS[record.get("task", "pairs")].reads]
+        text = record.get("text")
+        pixels = record.get("pixels")
+        valid = kind.open(path / "valid")
+        valid_examples = read_examples(path) if isinstance(valid, Corpus) else []
+        if isinstance(valid, Corpus) and len(valid) != len(valid_examples):
+            raise ValueError(f"{VALID_EXAMPLES} does not fit")
+        return Prepared(
+            codec=Codec.load(path, parse(TextConfig, text, where)) if text else Codec(Tokenizer.train("char", [])),
+            train=kind.open(path / "train"),
+            valid=valid,
+            notes=record["notes"],
+            files={role: DataFile(**file) for role, file in record.get("files", {}).items()},
+            labels=tuple(record.get("labels", ())),
+            valid_examples=valid_examples,
+            pixels=parse(Pixels, pixels, where) if pixels else None,
+        )
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:  # in data of format 1
+        raise UserError(f"{path}: not readable as prepared data: {error!r}; {DAMAGED}") from None
 
 
 def is_prepared(directory: Path) -> bool:
@@ -243,9 +292,10 @@ def is_prepared(directory: Path) -> bool:
 def _read_record(path: Path) -> dict[str, Any] | None:
     try:
         record = read_json(path / RECORD)
-    except UserError:
+        valid = record["format"] in (1, FORMAT) and isinstance(record["made_from"], dict)
+    except (UserError, LookupError, TypeError):
         return None
-    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
+    return record if valid else None
 
 
 def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
@@ -324,7 +374,9 @@ def _regular(path: str) -> bool:
 
 
 def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
-    """Check that prepared data was made from the same data in memory."""
+    """Check that prepared data is as it was written, and was made from the same data in memory."""
+    if damage := find_damage(directory):
+        raise UserError("\n  ".join([*damage[:MAX_NAMED_FILES], f"the training cannot be resumed: {DAMAGED}"]))
     before = (_read_record(Path(directory)) or {}).get("made_from", {})
     for role, data in memory.items():
         then = before.get(f"{ROLES[role == 'valid']} file 1")

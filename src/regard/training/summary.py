@@ -115,7 +115,7 @@ def write_model_card(
     if task.name in ("pairs", "lm"):
         lines += ["", "```python", "import regard", f"regard.load({name!r}).generate([...])", "```"]
     text = "\n".join(lines) + "\n"
-    replace_file(run / MODEL_CARD, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    replace_file(run / MODEL_CARD, lambda temporary: temporary.write_bytes(text.encode("utf-8", "replace")))
 
 
 def _example(run: Path) -> list[str]:
