@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import socket
 import time
 import urllib.request
@@ -167,6 +168,63 @@ def test_limit_of_the_server_on_source_length_wins(runs):
         assert client.post("/v1/inspect", {"source": "a", "target": "b" * 30}).status == 422
         assert client.post("/v1/score", {"pairs": [{"source": "a" * 30, "target": "b"}]}).json["results"]
         assert client.post("/translate", {"q": "a" * 30}).json["translatedText"] == ""
+
+
+LARGE_ANSWERS = [
+    {"inputs": "a" * 300, "top_tokens": 1000},
+    {"inputs": "a" * 300, "top_tokens": 100, "nbest": 10, "beam": 10},
+    {"inputs": ["a"] * 500, "nbest": 150, "beam": 150, "max_length": 100},
+    {"inputs": ["a"] * 100, "alternatives": 1000, "min_length": 50},
+    {"inputs": "a", "max_length": 90_000, "top_tokens": 10, "stream": True},
+    {"inputs": ["a"] * 100, "sample": True, "mbr": 1000, "max_length": 400},
+]
+
+
+@pytest.mark.parametrize("body", LARGE_ANSWERS, ids=lambda x: str(x)[:60])
+def test_request_for_a_large_answer_is_refused_before_any_worker_sees_it(client, body, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(client.server.service, "submit", None)
+        reply = client.post("/v1/generate", body)
+    assert reply.status == 413 and "(--max-answer)" in reply.json["error"]["message"], reply.body
+
+
+def test_attention_of_an_answer_is_bounded(runs):
+    body = {"inputs": "abcd" * 5, "attention": True, "max_length": 20, "min_length": 20}
+    with serving({"toy": runs["toy"]}) as client:
+        full = client.post("/v1/generate", body)
+        page = client.post("/v1/inspect", {"source": "abc"})
+        assert full.json["results"][0]["attention"]["maps"] and page.status == 200
+    size = len(full.body)
+    for most, status in ((2 * size, 200), (size // 2, 413)):
+        with serving({"toy": runs["toy"]}, max_answer=most) as client:
+            reply = client.post("/v1/generate", body)
+            assert reply.status == status, reply.body[:300]
+            assert status == 200 or "weights have about" in reply.json["error"]["message"]
+            several = client.post("/v1/generate", {**body, "inputs": [body["inputs"]] * 3})
+            assert several.status == 413  # the inputs share the limit
+            assert client.post("/v1/inspect", {"source": "abc"}).status == (200 if len(page.body) <= most else 413)
+
+
+def test_random_requests_have_bounded_answers(runs):
+    seed = random.randrange(10**9)
+    print("seed", seed)
+    rng = random.Random(seed)
+    values = {
+        "beam": [1, 2, 5, 30], "nbest": [1, 2, 5, 30], "top_tokens": [0, 1, 5, 50], "alternatives": [0, 3, 30],
+        "mbr": [0, 4, 20], "sample": [True, False], "attention": [True, False], "alignment": [True, False],
+        "max_length": [1, 10, 100, 5000], "min_length": [0, 5, 50], "stream": [True, False],
+        "max_source": [1, 100_000], "forbid": [["a"], ["ab" * 900], ["ab" * 1100]], "prefix": ["a", "ab" * 6000],
+    }  # fmt: skip
+    statuses = set()
+    with serving({"toy": runs["toy"]}, max_answer=30_000, max_work=100_000) as client:
+        for _ in range(60):
+            chosen = {name: rng.choice(values[name]) for name in rng.sample(list(values), rng.randrange(4))}
+            inputs = ["".join(rng.choices("abcd", k=rng.choice((1, 5, 60)))) for _ in range(rng.choice((1, 3, 40)))]
+            reply = client.post("/v1/generate", {"inputs": inputs, **chosen})
+            statuses.add(reply.status)
+            assert reply.status in (200, 413, 422), (chosen, reply.body[:300])
+            assert len(reply.body) < 6 * 30_000, (chosen, len(inputs), len(reply.body))
+    assert statuses == {200, 413, 422}
 
 
 def test_cancelled_batch_ends_before_the_next_input_is_prepared(runs, monkeypatch):

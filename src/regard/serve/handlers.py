@@ -28,6 +28,15 @@ from regard.suggest import closest
 
 MAX_DETECTED = 2000  # characters of a text whose language is detected
 PRIVATE = ("characters", "chat_template")  # facts of a run that are not published
+# Estimated bytes of an answer.
+TOKEN_BYTES = 8  # of a possible output token with its score: 48, but outputs usually have a sixth of their limit
+TOP_TOKEN_BYTES = 45
+LINK_BYTES = 2  # of the alignment of a possible output token with a character of the source: 8, if both are tokens
+TEXT_BYTES = 2  # of a possible output token in a text
+PAIR_BYTES = 45  # of a character of a scored target, which may be a token
+NUMBER_BYTES = 21  # of a vector
+LABEL_BYTES = 40
+WORK_BYTES = 100  # of an answer, which count as an output token
 TRACE_COST = 20  # of recording all attention of one hypothesis, as a multiple of decoding it
 
 
@@ -75,11 +84,37 @@ class Handlers:
         if max_source != Options.model_fields["max_source"].default:
             options = {**options, "max_source": max_source}
         lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
-        work = rows * sum(map(partial(_max_output, options), items, lengths))
+        tokens = list(map(partial(_max_output, options), items, lengths))
+        answer = self._answer_bytes(run, kind, options, items, tokens)
+        if answer > (limit := self.settings.max_answer):
+            why = f"{len(items)} inputs with up to {max(tokens):.0f} output tokens, and the options"
+            raise Refused(413, f"the answer may have {answer:.0f} bytes ({why}); at most {limit} (--max-answer)")
+        work = rows * sum(tokens) + answer / WORK_BYTES
         if work > (limit := self.settings.max_work):
             raise Refused(413, f"inputs times hypotheses times output tokens are {work:.0f}; at most {limit}")
         group = Group(run, kind, to_json(options).decode(), alone=kind == "stream")
         return Job(group, items, [rows * n for n in lengths])
+
+    def _answer_bytes(
+        self, run: str, kind: str, options: Answer, items: Sequence[Answer], tokens: Sequence[float]
+    ) -> float:
+        """The estimated bytes of an answer with at most these numbers of output tokens, without attention."""
+        facts = self.service.runs[run]
+        if kind == "score":
+            return sum(PAIR_BYTES * len(item["target"]) for item in items)
+        if kind == "classify":
+            return len(items) * LABEL_BYTES * len(facts["labels"])
+        if kind == "embed":
+            return len(items) * NUMBER_BYTES * int(facts["width"])
+        outputs = max(options.get("nbest", 1), options.get("alternatives", 0))
+        if kind == "translate":
+            return sum(tokens) * TEXT_BYTES * outputs
+        token_bytes = TOKEN_BYTES + TOP_TOKEN_BYTES * options.get("top_tokens", 0)
+        answer = sum(tokens) * (outputs * token_bytes + options.get("mbr", 0) * TEXT_BYTES)
+        if options.get("alignment"):
+            links = sum(count * len(item["source"]) for count, item in zip(tokens, items, strict=True))
+            answer += links * outputs * LINK_BYTES
+        return answer
 
     def check_room(self) -> None:
         """Refuse any request if no worker is ready or the queue is full."""
@@ -124,7 +159,7 @@ class Handlers:
         changes = options.model_dump(mode="json", exclude_defaults=True)
         if not body.stream:
             rows = max(options.rows, options.nbest, options.alternatives, TRACE_COST if body.attention else 1)
-            changes |= {"attention": True} if body.attention else {}
+            changes |= {"attention": self.settings.max_answer // len(items)} if body.attention else {}
             results = await self.results(self.make_job(run, "generate", changes, items, rows))
             return json_response({"run": run, "results": results})
         if body.attention:
@@ -295,6 +330,8 @@ class Handlers:
         run = self.find_run(body.run, "inspect")
         item = body.model_dump(exclude_none=True, exclude={"run"})
         (result,) = await self.results(self.make_job(run, "inspect", {}, [item], TRACE_COST))
+        if (size := len(result["html"])) > (most := self.settings.max_answer):
+            raise Refused(413, f"the page has {size} characters; at most {most} (--max-answer)")
         return json_response({"run": run, **result})
 
     async def reload(self, body: bodies.ReloadBody) -> web.Response:

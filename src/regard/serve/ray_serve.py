@@ -31,7 +31,7 @@ DEPLOYMENT = "regard"
 HEADERS = {"X-Content-Type-Options": "nosniff"}
 SHARED_SETTINGS = (
     "keys", "host_name", "threads", "nice", "engine", "precision", "beam", "queue", "max_body", "max_inputs",
-    "max_source", "max_work", "deadline",
+    "max_source", "max_work", "max_answer", "deadline",
 )  # fmt: skip
 
 

@@ -67,7 +67,10 @@ class ServeSettings(Value):
     max_body: Count = option(1_000_000, "Maximum bytes of a request.")
     max_inputs: Annotated[int, Field(ge=1, le=MAX_INPUTS, strict=True)] = option(2_000, "Maximum inputs of a request.")
     max_source: Count = option(2048, "Maximum tokens of a source; requests may set a lower limit.")
-    max_work: Count = option(20_000_000, "Maximum inputs times hypotheses times output tokens of a request.")
+    max_work: Count = option(
+        20_000_000, "Maximum inputs times hypotheses times output tokens of a request, plus bytes of the answer / 100."
+    )
+    max_answer: Count = option(32_000_000, "Maximum bytes of an answer, estimated before the work begins.")
 
     # timeouts
     deadline: Seconds = option(60.0, "Seconds to answer a request.")

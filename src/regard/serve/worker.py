@@ -34,7 +34,12 @@ from regard.serve.pool import INTERNAL_ERROR, body_message, read_body
 from regard.text.codec import Example
 
 RELEASE_SECONDS = 5.0  # between calls of release_memory: batches of different sizes fragment the heap
+WEIGHT_BYTES = 7  # of an attention weight in JSON
 MAX_ANSWERERS = 32  # ready answerers that a worker keeps, one for each engine, run and set of options
+
+
+class TooLarge(UserError):
+    """An answer is too large."""
 
 
 class Cancelled(Exception):
@@ -94,14 +99,14 @@ class BatchAnswerer:
                 return [self.answer(replace(batch, inputs=[item]))[0] for item in batch.inputs]
             if isinstance(error, UserError):  # without paths of this machine
                 message = str(error).replace(str(self.runs[batch.run].path), batch.run)
-                return [{"error": message, "status": 422}]
+                return [{"error": message, "status": 413 if isinstance(error, TooLarge) else 422}]
             traceback.print_exception(error)
             return [{"error": INTERNAL_ERROR, "status": 500}]
 
     def generate(self, batch: WorkerBatch) -> list[Result]:
         """Outputs with scores, as `regard generate --json` prints them."""
         answerer = self._decoder(batch)
-        attention = batch.settings.get("attention")
+        attention = batch.settings.get("attention")  # its maximum bytes for an input
         fallback = self.engine != "torch" and isinstance(answerer.engine, TorchEngine | MaskFiller)
         requests = [Request(**item) for item in batch.inputs]
         with self._cancellable(answerer, batch):
@@ -112,7 +117,7 @@ class BatchAnswerer:
             if attention and hypotheses[0].text:
                 batch.check()
                 example = Example(request.source, features=request.features)
-                details["attention"] = attention_json(answerer.trace(example, hypotheses[0].text))
+                details["attention"] = attention_json(answerer.trace(example, hypotheses[0].text), attention)
             result = generation_json(request.source, hypotheses, details)
             results.append({**result, "engine": "torch"} if fallback else result)
         return results
@@ -229,11 +234,15 @@ class BatchAnswerer:
         return Answerer([run], options.model_copy(update=precision))
 
 
-def attention_json(trace: Trace) -> Result:
-    """All attention maps of an output, with the tokens of their rows and columns."""
+def attention_json(trace: Trace, limit: int) -> Result:
+    """All attention maps of an output, with the tokens of their rows and columns, in at most `limit` bytes."""
+    weights = sum(m.weights_HTS.size for m in trace.maps)
+    if (size := weights * WEIGHT_BYTES) > limit:
+        each = f"at most {limit} for each input of this request (--max-answer)"
+        raise TooLarge(f"attention: {weights} weights have about {size} bytes; {each}")
     maps = [
         {"name": m.name, "kind": m.kind, "layer": m.layer, "heads": m.heads, "rows": m.rows, "columns": m.columns}
-        | {"weights": m.weights_HTS.round(4).tolist()}
+        | {"weights": m.weights_HTS.astype(float).round(4).tolist()}
         for m in trace.maps
     ]
     return {"tokens": trace.tokens, "maps": maps}
@@ -247,6 +256,7 @@ def describe(name: str, run: Run) -> Result:
         "task": run.task.name,
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "labels": list(run.labels),
+        "width": run.config.top.out_width,
         "features": "features" in run.codec.columns,
         "feature_names": list(run.codec.features),
         "feature_separator": run.codec.feature_separator,
