@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+import errno
+import os
 import re
+import resource
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -13,6 +18,7 @@ import pytest
 import torch
 import typer
 
+from kit.models import letters
 from kit.toy import call
 from regard.cli.app import VERBS, app, load_verb
 from regard.config import Config, Stack
@@ -240,8 +246,43 @@ def test_running_out_of_memory_is_recognised(allocate):
 def test_running_out_of_memory_on_an_accelerator_is_recognised():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 5.00 GB)"))
-    for other in (RuntimeError("shapes do not fit"), ValueError("out of memory"), UserError("not enough memory")):
-        assert not is_out_of_memory(other)
+    assert is_out_of_memory(RuntimeError("can't start new thread")) and is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert is_out_of_memory(ImportError("libtorch_cpu.so: failed to map segment from shared object"))
+    assert is_out_of_memory(OSError("libgomp.so: cannot map zero-fill pages"))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory", "file"))
+    for other in (
+        RuntimeError("shapes do not fit"),
+        ValueError("out of memory"),
+        UserError("not enough memory"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "out of memory"),
+        ImportError("x.so: failed to map segment from shared object: Operation not permitted"),
+        ImportError("x.so: cannot allocate memory in static TLS block"),
+    ):
+        assert not is_out_of_memory(other), other
+
+
+@pytest.mark.parametrize("arguments", [("generate", "RUN"), ("train", "--data", "RUN/data.tsv"), ("serve", "RUN")])
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_too_little_memory_for_the_libraries_is_not_a_fault(arguments, tmp_path):
+    letters().save(tmp_path)
+    (tmp_path / "data.tsv").write_text("abc\tbca\n" * 20)
+    limit = 300 * 2**20
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from regard.cli.app import main; main()",
+            *(x.replace("RUN", str(tmp_path)) for x in arguments),
+        ],
+        input="abc\n",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert result.returncode == 2 and "error: not enough memory: " in result.stderr, result.stderr
+    assert "ulimit -v" in result.stderr and "fault" not in result.stderr
 
 
 def test_running_out_of_memory_is_a_user_error(monkeypatch):

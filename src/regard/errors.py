@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-OUT_OF_MEMORY_PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+import errno
+
+OUT_OF_MEMORY_PHRASES = (
+    "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "bad_alloc",
+    "can't start new thread", "failed to map segment", "cannot map zero-fill pages",
+)  # fmt: skip
+# Of the dynamic linker: too small a table, and a directory from which nothing may be executed.
+OTHER_CAUSES = ("static tls", "not permitted")
 
 
 class UserError(Exception):
@@ -14,7 +21,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}  # compared by name, because torch is not imported here
     if names & {"MemoryError", "OutOfMemoryError"}:
         return True
-    return "RuntimeError" in names and any(phrase in str(error) for phrase in OUT_OF_MEMORY_PHRASES)
+    if isinstance(error, OSError) and error.filename is not None:  # its text contains the name
+        return error.errno == errno.ENOMEM
+    text = str(error).lower()
+    if not names & {"RuntimeError", "OSError", "ImportError"} or any(phrase in text for phrase in OTHER_CAUSES):
+        return False
+    return any(phrase in text for phrase in OUT_OF_MEMORY_PHRASES)
 
 
 def missing_extra(what: str, package: str, extra: str) -> UserError:

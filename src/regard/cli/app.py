@@ -43,6 +43,7 @@ VERBS = {
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 MEMORY_HINT = "smaller batches (--batch-tokens), fewer processes (--workers) or a smaller model need less"
+LIBRARIES_HINT = "loading the libraries takes about 700 MB of address space; raise the limit (ulimit -v)"
 
 
 class LazyGroup(typer.core.TyperGroup):
@@ -149,8 +150,10 @@ def run() -> int:
         if isinstance(error, OSError) and error.filename is None and error.errno in DISK_ERRORS:
             return _fail(f"cannot write the output: {error.strerror}", 2)
         if is_out_of_memory(error):
-            first = str(error).strip().splitlines()[:1]
-            return _fail(f"not enough memory{''.join(f': {line}' for line in first)}\n  {MEMORY_HINT}", 2)
+            lines = str(error).strip().splitlines()
+            importing = isinstance(error, ImportError)
+            detail = lines[-1 if importing else 0] if lines else type(error).__name__
+            return _fail(f"not enough memory: {detail}\n  {LIBRARIES_HINT if importing else MEMORY_HINT}", 2)
         if os.environ.get("REGARD_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
             return 1
