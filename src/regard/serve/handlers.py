@@ -106,11 +106,11 @@ class Handlers:
             return len(items) * LABEL_BYTES * len(facts["labels"])
         if kind == "embed":
             return len(items) * NUMBER_BYTES * int(facts["width"])
-        outputs = max(options.get("nbest", 1), options.get("alternatives", 0))
+        outputs: int = max(options.get("nbest", 1), options.get("alternatives", 0))
         if kind == "translate":
             return sum(tokens) * TEXT_BYTES * outputs
         token_bytes = TOKEN_BYTES + TOP_TOKEN_BYTES * options.get("top_tokens", 0)
-        answer = sum(tokens) * (outputs * token_bytes + options.get("mbr", 0) * TEXT_BYTES)
+        answer: float = sum(tokens) * (outputs * token_bytes + options.get("mbr", 0) * TEXT_BYTES)
         if options.get("alignment"):
             links = sum(count * len(item["source"]) for count, item in zip(tokens, items, strict=True))
             answer += links * outputs * LINK_BYTES
