@@ -13,6 +13,7 @@ MakeRecipe = Callable[..., Recipe]
 
 
 def write_pairs(path: Path, count: int, seed: int = 1) -> Path:
+    """Write random words with their letters in reverse order, separated by a tab."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefg", k=draw.randint(1, 9))) for _ in range(count)]
     path.write_text("".join(f"{word}\t{' '.join(reversed(word))}\n" for word in words), encoding="utf-8")

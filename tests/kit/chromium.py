@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE = 120.0  # seconds on a busy machine
+MAX_SECONDS = 120.0  # for an answer of the browser or a condition of a page, on a busy machine
 KEY_CODES = {"Backspace": 8, "Tab": 9, "Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40}
 # The browser expects its pipe as files 3 and 4: a Python process renumbers the files, then becomes the browser.
 CONNECT = "import os, sys; [os.dup2(int(sys.argv[i]), i + 2) for i in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
@@ -79,9 +79,9 @@ class Chromium:
             self.events.append(answer)
 
     def _receive(self) -> dict[str, Any]:
-        end = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + MAX_SECONDS
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._in], [], [], max(0.0, end - time.monotonic()))
+            ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
             piece = os.read(self._in, 1 << 20) if ready else b""
             if not piece:
                 raise RuntimeError("the browser does not respond")
@@ -111,23 +111,25 @@ class Chromium:
     @contextmanager
     def inside(self, session: str) -> Iterator[None]:
         """Send calls to a frame in another process."""
-        outside, self._session = self._session, session
+        page_session = self._session
+        self._session = session
         yield
-        self._session = outside
+        self._session = page_session
 
     def until(self, condition: str) -> None:
-        end = time.monotonic() + PATIENCE
+        """Wait until an expression is true in the page."""
+        deadline = time.monotonic() + MAX_SECONDS
         while not self.run(condition):
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 errors = [event["params"] for event in self.events if event.get("method") == "Runtime.exceptionThrown"]
-                raise RuntimeError(f"never true: {condition} {errors}")
+                raise RuntimeError(f"not true after {MAX_SECONDS:.0f} s: {condition} {errors}")
             time.sleep(0.02)
 
     def wait_for(self, method: str) -> dict[str, Any]:
         """The parameters of an event, which may have arrived already."""
-        while not (found := [event for event in self.events if event.get("method") == method]):
+        while not (events := [event for event in self.events if event.get("method") == method]):
             self.events.append(self._receive())
-        details: dict[str, Any] = found[-1]["params"]
+        details: dict[str, Any] = events[-1]["params"]
         return details
 
     def spot(self, selector: str, index: int = 0) -> tuple[float, float]:
@@ -203,9 +205,9 @@ def running_browser() -> Iterator[Chromium]:
     program = find()
     if program is None:
         pytest.skip("no Chromium on this machine (apt-get install chromium)")
-    found = Chromium(program)
-    yield found
-    found.close()
+    chromium = Chromium(program)
+    yield chromium
+    chromium.close()
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ def random_run(
 
 
 def words(count: int, longest: int = 12, seed: int = 3, letters: str = LETTERS) -> list[str]:
+    """Random words."""
     draw = random.Random(seed)
     return ["".join(draw.choices(letters, k=draw.randint(1, longest))) for _ in range(count)]
 

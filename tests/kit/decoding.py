@@ -86,10 +86,12 @@ def trained(name: str) -> Run:
 
 
 def lesson(source: str) -> str:
+    """The target of a source."""
     return source[::-1].replace("a", "aa")
 
 
 def sources(seed: int, count: int, longest: int = 12) -> list[str]:
+    """Random sources."""
     rng = random.Random(seed)
     return ["".join(rng.choices(LETTERS, k=rng.randint(1, longest))) for _ in range(count)]
 

@@ -62,6 +62,7 @@ def in_child(action: Callable[[], object]) -> Outcome:
 
 
 def _child(action: Callable[[], object], writer: int) -> None:
+    """Write the memory of this process and the outcome of the action to a pipe, then exit."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(120)  # in case the action blocks; the other limit is processor time, which other load does not affect
     resource.setrlimit(resource.RLIMIT_CPU, (2 * MAX_SECONDS, 2 * MAX_SECONDS))

@@ -25,6 +25,7 @@ OUTPUT = "document.querySelectorAll('.output')[0]"
 TOKENS = f"Array.from({OUTPUT}.querySelectorAll('.token'), n => n.textContent).join('')"
 TABS = "Array.from(document.querySelectorAll('[role=tab]'), t => t.id.slice(4))"
 
+# Markup that a page must show as text: every core in every shell. A script that runs sets window.hit.
 SHELLS = ["{}", '"{}', "'>{}", "</script>{}", "--><!-- {}", "<b>{}", "]]>{}", "\u202e{}", "</title>{}", "{}\u2028"]
 CORES = [
     f"<{tag} {on}=window.hit=1>"
@@ -48,16 +49,16 @@ PAYLOADS = [shell.format(core) for shell, core in itertools.product(SHELLS, CORE
 
 
 def complaints(browser: Chromium) -> list[str]:
-    """Exceptions, console errors, and network requests other than for the page itself."""
-    out = []
+    """Errors of a page: exceptions, console errors, and network requests other than for the page itself."""
+    errors = []
     for event in browser.events:
         if event.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded", "Page.javascriptDialogOpening"):
-            out.append(str(event["params"]))
+            errors.append(str(event["params"]))
         if event.get("method") == "Network.requestWillBeSent":
             url = event["params"]["request"]["url"]
             if not url.endswith("/page.html") and url != "about:blank":
-                out.append(url)
-    return out
+                errors.append(url)
+    return errors
 
 
 def sharpened(run: Run, factor: float = 3.0, biases: bool = False) -> Run:
@@ -90,8 +91,8 @@ def page_of(run: Run, source: str = "abcab", features: str | None = None) -> str
 
 def _make_page(run: Run, source: str, features: str | None) -> str:
     example = None if run.task.reads == "images" else Example(source, features=features)
-    found = first_trace(run, example)
-    return render_page(found.page_data(), model_block(run, WeightPacker("fp32"), [example] if example else []))
+    trace = first_trace(run, example)
+    return render_page(trace.page_data(), model_block(run, WeightPacker("fp32"), [example] if example else []))
 
 
 def open_page(
@@ -119,6 +120,7 @@ def enter(browser: Chromium, text: str, field: int = 0) -> None:
 
 
 def decoded(run: Run, source: str, features: str | None = None, **options: Any) -> list[Hypothesis]:
+    """The hypotheses of the torch engine."""
     return TorchEngine(run, Options(**options))([Request(source, features)])[0]
 
 
@@ -160,14 +162,16 @@ def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {ours!r} against {theirs!r}"
 
 
-def opened(run: Run, found: Trace, precision: Precision = "fp32", simd: bool = True) -> PageEngine:
-    return PageEngine(model_block(run, WeightPacker(precision)), found.page_data(), simd)
+def opened(run: Run, trace: Trace, precision: Precision = "fp32", simd: bool = True) -> PageEngine:
+    """The JavaScript engine of the live page that begins with a trace."""
+    return PageEngine(model_block(run, WeightPacker(precision)), trace.page_data(), simd)
 
 
-def same_trace(page: PageEngine, found: Trace, given: dict[str, Any], ids: list[int]) -> None:
-    theirs = page.ask("trace", given, ids)
-    ours = found.page_data(Plain())
+def same_trace(page: PageEngine, trace: Trace, request: dict[str, Any], ids: list[int]) -> None:
+    """The page computes this trace for a request."""
+    theirs = page.ask("trace", request, ids)
+    ours = trace.page_data(Plain())
     ours["attribution"], ours["importance"] = None, {}  # computed on demand, and compared separately
     ours["image"] = theirs["image"] = None  # derived from other numbers; the results computed from them are compared
-    wrong = list(differences(ours, theirs))
-    assert not wrong, wrong[:8]
+    problems = list(differences(ours, theirs))
+    assert not problems, problems[:8]

@@ -539,7 +539,7 @@ def test_page_requires_a_key_and_loads_only_its_own_files(client: Client) -> Non
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + chromium.PATIENCE
+    deadline = time.monotonic() + chromium.MAX_SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
