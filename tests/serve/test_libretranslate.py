@@ -125,6 +125,11 @@ def test_lists_and_alternatives(client, runs):
     assert client.post("/translate", body | {"q": "  \n"}).json == {"translatedText": "  \n", "alternatives": []}
 
 
+def test_text_without_a_translation_is_an_error(client):
+    refusal = client.post("/translate", {"q": ["abc", "ab" * 5000], "source": "en", "target": "de"})
+    assert refusal.status == 422 and "q: the source has" in refusal.json["error"]
+
+
 def test_only_language_pairs_of_the_runs_are_translated(client, runs):
     for source, target in (("de", "en"), ("en", "fr"), ("fr", "zh-hans"), ("en", "")):
         refusal = client.post("/translate", {"q": "abc", "source": source, "target": target})

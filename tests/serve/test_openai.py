@@ -113,8 +113,8 @@ def test_scores_and_prompts_are_streamed(api):
     ("options", "message"),
     [
         ({"stop": ""}, "stop"),
-        ({"presence_penalty": 0.5}, "presence_penalty: only 0; repetition_penalty above 1"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty: only 0; repetition_penalty above 1"),
+        ({"presence_penalty": 0.5}, "presence_penalty: not supported; repetition_penalty above 1"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: not supported; repetition_penalty above 1"),
         ({"best_of": 3}, "best_of: only with the value of n; request more choices"),
         ({"suffix": "c"}, "suffix: not supported"),
         ({"logit_bias": {"50": 1}}, "logit_bias: not supported"),
@@ -126,6 +126,13 @@ def test_scores_and_prompts_are_streamed(api):
 def test_unsupported_options_are_refused_in_words(api, options, message):
     with pytest.raises(openai.UnprocessableEntityError, match=message):
         complete(api, **options)
+
+
+def test_prompt_that_is_too_long_is_refused(api):
+    with pytest.raises(openai.UnprocessableEntityError, match="prompt: the source has"):
+        complete(api, prompt=["ab", "ab" * 5000])
+    with pytest.raises(openai.APIError, match="prompt: the source has"):
+        list(complete(api, prompt=["ab" * 5000], stream=True))
 
 
 def test_neutral_values_that_clients_send_are_accepted(api):

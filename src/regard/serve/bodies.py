@@ -38,6 +38,12 @@ MAX_KEYS = 100  # of each object in a body
 API_KEY = re.compile(
     rb'"api_key"\s*:\s*("(?:[^"\\]|\\.){1,400}")|(?:^|&)api_key=([^&]{1,400})|name="api_key"\r\n\r\n([^\r]{1,400})'
 )
+# Keys of OpenAI whose values must be zero or empty, with advice.
+UNSUPPORTED = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "repetition_penalty above 1 has a similar effect"),
+    "logit_bias": "forbid of /v1/generate excludes words",
+    "suffix": "a language model only continues a text",
+}
 MULTIPART = "multipart/form-data"
 FORM_TYPES = ("application/x-www-form-urlencoded", MULTIPART)
 FIELD_NAME = re.compile(rb';\s*name="?([^";\r\n]*)', re.IGNORECASE)
@@ -146,19 +152,15 @@ class OpenAIBody(Body):
     frequency_penalty: float | None = 0.0
     logit_bias: dict[str, Any] | None = None
 
-    def problems(self) -> Iterator[Problem]:
-        """What these models do not support, as (failed, message) pairs."""
-        for name in ("presence_penalty", "frequency_penalty"):
-            yield bool(getattr(self, name)), f"{name}: only 0; repetition_penalty above 1 has a similar effect"
-        yield bool(self.logit_bias), "logit_bias: not supported; forbid of /v1/generate excludes words"
-        unused = self.stream_options is not None and not self.stream
-        yield unused, "stream_options: only with stream"
-
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        for failed, message in self.problems():
-            if failed:
-                raise ValueError(message)
+        for name, advice in UNSUPPORTED.items():
+            if getattr(self, name, None):
+                raise ValueError(f"{name}: not supported; {advice}")
+        if getattr(self, "best_of", None) not in (None, self.choices):
+            raise ValueError("best_of: only with the value of n; request more choices with n, rank them by logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream")
         return self
 
     @property
@@ -198,12 +200,6 @@ class CompletionBody(OpenAIBody):
     echo: bool | None = False
     suffix: Text | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-
-    def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
-        yield bool(self.suffix), "suffix: not supported; a language model continues a text"
-        ranked = self.best_of not in (None, self.choices)
-        yield ranked, "best_of: only with the value of n; request more choices with n and rank them by logprobs"
 
     @property
     def prompts(self) -> list[str]:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from regard.serve.bodies import ChatBody, CompletionBody
+from regard.serve.responses import Refused
 
 Answer = dict[str, Any]
 
@@ -56,7 +57,10 @@ class Completions:
         return StreamForm(self._piece, self._result, first, self._last, ("[DONE]",))
 
     def _choices(self, index: int, result: Answer) -> list[tuple[int, Answer]]:
-        """The hypotheses of an input with the indices of their choices."""
+        """The hypotheses of an input with the indices of their choices; a prompt that was not continued is refused."""
+        flags = result["hypotheses"][0].get("flags", {})
+        if reasons := [flags[name] for name in ("too_long", "unsatisfied") if name in flags]:
+            raise Refused(422, f"prompt: {reasons[0]}")
         return list(enumerate(result["hypotheses"], index * self.outputs))
 
     def _echo(self, index: int) -> str:

@@ -1,4 +1,4 @@
-"""Texts of the translation endpoints: the parts that are translated, language pairs, and the language of a text."""
+"""Texts of the translation endpoints: the parts that are translated, and the language of a text."""
 
 from __future__ import annotations
 

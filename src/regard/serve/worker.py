@@ -123,13 +123,19 @@ class BatchAnswerer:
         return results
 
     def translate(self, batch: WorkerBatch) -> list[Result]:
-        """The texts of the outputs, without scores."""
+        """The texts of the outputs, without scores; a source without an output is an error."""
         answerer = self._decoder(batch)
         sources = [item["source"] for item in batch.inputs]
         if isinstance(answerer.engine, CTranslate2Engine):
-            return [{"texts": row} for row in answerer.engine.texts(sources)]
-        with self._cancellable(answerer, batch):
-            return [{"texts": [h.text for h in answer.hypotheses]} for answer in answerer.generate(sources)]
+            rows = answerer.engine.texts(sources)
+        else:
+            with self._cancellable(answerer, batch):
+                rows = [[h.text for h in answer.hypotheses] for answer in answerer.generate(sources)]
+        results: list[Result] = [{"texts": row} for row in rows]
+        for index in (i for i, row in enumerate(rows) if not row[0]):
+            if flags := answerer.engine.prepare([sources[index]])[0].flags:
+                results[index] = {"error": f"q: {'; '.join(flags.values())}", "status": 422}
+        return results
 
     def stream(self, batch: WorkerBatch) -> list[Result]:
         """Decode one input, and send every token as soon as it is decided."""
