@@ -181,7 +181,7 @@ def test_examples_of_plain_text_are_lines_or_their_beginnings(tmp_path: Path, ta
     (tmp_path / "t.txt.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     recipe = load_recipe({"task": task, "data": {"train": str(tmp_path / "t.txt.gz")}})
     statistics = measure(TASKS[task], prepare(recipe, tmp_path / "data"))
-    assert statistics is not None and len(statistics.examples) == 3
+    assert statistics is not None and 2 <= len(set(statistics.examples)) <= 3
     for example in statistics.examples:
         whole = [line for line in lines if line.startswith(example.source)]
         assert whole and (example.source in whole) == (task != "lm")

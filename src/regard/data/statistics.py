@@ -30,17 +30,15 @@ MARGIN = 1.5  # factor between the training pairs and a limit
 MAX_CHARACTERS = 500  # counted characters of each side
 MAX_EXAMPLES = 3
 MAX_EXAMPLE_LENGTH = 500  # characters
-MIN_PROMPT = 8  # characters of an example for a language model, if its line has as many
 
-Ratio = Annotated[float, Field(ge=0)]
 Counts = Annotated[dict[str, Count], Field(max_length=MAX_CHARACTERS)]
 
 
 class OutputLimits(Value):
     """Limits of normal outputs, from training pairs; the defaults apply to runs without statistics."""
 
-    max_ratio: Ratio = 4.0  # output tokens per source token
-    min_ratio: Ratio = 0.2
+    max_ratio: float = Field(4.0, ge=0)  # output tokens per source token
+    min_ratio: float = Field(0.2, ge=0)
     loop: Count = 7  # tokens that a loop may cover
 
 
@@ -61,8 +59,9 @@ def measure(task: Task, prepared: Prepared[Any]) -> Statistics | None:
     codec = prepared.codec
     if task.reads == "text":
         lines = [line.strip() for line in _beginning(codec, prepared.valid).split("\n")]
+        lines = lines[1:-1] or lines  # the first and the last may be cut
         if task.name == "lm":  # prompts
-            lines = [line[: max(MIN_PROMPT, len(line) // 2)].rsplit(" ", 1)[0] for line in lines]
+            lines = [line[: len(line) // 2 + 4].rsplit(" ", 1)[0] for line in lines]
         characters = _characters([_beginning(codec, prepared.train)])
         return Statistics(examples=_typical([Example(line) for line in lines]), source_characters=characters)
     train: Corpus = prepared.train

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -283,8 +282,9 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[HeadIndex] =
     positions = max(MIN_POSITIONS, *map(len, inputs.tokens.values()))
     stacks = {name: getattr(model, name) for name in run.config.stacks}
     heatmaps = [walk.position_heatmap(name, x, positions) for name, x in stacks.items() if isinstance(x, Transformer)]
+    path = run.path.resolve()
     return Trace(
-        title=_title(run.path.resolve()),
+        title=(path.parent if path.name == "run" else path).name or "model",
         facts=run.facts,
         texts=inputs.texts | ({"prediction": inputs.names(best)[0]} if model.classifies else {}),
         tokens=inputs.tokens,
@@ -303,11 +303,6 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[HeadIndex] =
         attribution=attribution,
         importance=importance,
     )
-
-
-def _title(path: Path) -> str:
-    """The name of a run directory; of one that is only named "run", that of the directory around it."""
-    return (path.parent.name if path.name == "run" else path.name) or "model"
 
 
 def _attribution(
