@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -16,6 +17,7 @@ import torch
 from kit.ct2 import ids_of, random_run, tokenizer, words
 from kit.families import build, shrunk
 from kit.toy import call
+from regard.data.statistics import OutputLimits, Statistics
 from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import ENGINES, Options, Request
@@ -57,6 +59,14 @@ def decode_with_both(run: Run, inputs: list[Any], **options: Any) -> list[list[H
     theirs = CTranslate2Engine(run, settings)(inputs)
     assert_same(ours, theirs)
     return theirs
+
+
+def test_flags_have_the_limits_of_the_run(run: Run) -> None:
+    inputs = words(20)
+    for limits, flagged in ((OutputLimits(max_ratio=0), True), (OutputLimits(max_ratio=1e6, min_ratio=0), False)):
+        limited = dataclasses.replace(run, statistics=Statistics(limits=limits))
+        rows = decode_with_both(limited, inputs, min_length=11, max_length=12)
+        assert all(("length_ratio" in row[0].flags) == flagged for row in rows)
 
 
 @pytest.mark.parametrize("name", STACKS)
