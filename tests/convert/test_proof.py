@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel
 
 import regard.convert.family as family
-from kit.hf import make, quiet
+from kit.hf import MODELS, make, quiet
 from regard.config import Config
 from regard.convert.hf import effective_fields, from_hf, open_model, their_tensors, to_hf
 from regard.convert.proof import (
@@ -157,6 +157,51 @@ def test_a_misread_setting_stops_the_conversion(name, changes, tmp_path, monkeyp
     with pytest.raises(UserError, match="not the same"):
         from_hf(tmp_path / "hf", tmp_path / "run", 2, quiet)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_start_token_is_detected_behind_constant_outputs(tmp_path, monkeypatch):
+    model = make("marian", tmp_path / "hf")
+    model.final_logits_bias.zero_()[0, 7] = 100.0  # every greedy output repeats this token
+    model.save_pretrained(tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "right", 2, quiet)
+    parse = family.parse
+    monkeypatch.setattr(family, "parse", lambda kind, data, where: parse(kind, merge(data, {"start": "eos"}), where))
+    with pytest.raises(UserError, match="not the same"):
+        from_hf(tmp_path / "hf", tmp_path / "run", 2, quiet)
+
+
+UNUSUAL = {
+    "t5": {"num_decoder_layers": 4},  # more than encoder layers
+    "reformer": {"chunk_size_feed_forward": 7, "chunk_size_lm_head": 5},
+    "bert-masked": {"chunk_size_feed_forward": 7},
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_models_that_transformers_runs_only_in_part_are_proven(name, tmp_path, monkeypatch):
+    """Their cache fails with fewer encoder than decoder layers, and chunks must divide the length of an input."""
+    make(name, tmp_path / "first")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "first", **UNUSUAL[name])
+    monkeypatch.setitem(MODELS, name, lambda t: getattr(t, config.architectures[0])(config))
+    make(name, tmp_path / "hf")
+    report = from_hf(tmp_path / "hf", tmp_path / "run", 2, quiet)
+    assert report.proof is not None and report.proof.holds
+    assert (report.proof.outputs == 2) == (name != "bert-masked")
+
+
+def test_refusals_name_the_path_of_the_user(tmp_path, monkeypatch):
+    make("t5", tmp_path / "hf")
+    model_class = transformers.T5ForConditionalGeneration
+    for broken in ("generate", "from_pretrained"):
+        with monkeypatch.context() as patch:
+            patch.setattr(model_class, broken, lambda *_, **__: [][0])
+            with pytest.raises(UserError, match="transformers cannot") as raised:
+                from_hf(tmp_path / "hf", tmp_path / "run", 2, quiet)
+            assert ".tmp" not in str(raised.value)
+    from_hf(tmp_path / "hf", tmp_path / "run", 2, quiet)
+    monkeypatch.setattr(model_class, "from_pretrained", lambda *_, **__: [][0])
+    with pytest.raises(UserError, match=f"{tmp_path / 'out'}: cannot be proven: transformers cannot load it"):
+        to_hf(Run.load(tmp_path / "run"), tmp_path / "out", 2, quiet)
 
 
 @pytest.fixture

@@ -94,6 +94,20 @@ def test_buckets_equal_exact_arithmetic(both_ways: bool) -> None:
     assert buckets.tolist() == [bucket_by_hand(offset, both_ways) for offset in offsets]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("both_ways", "far"), [(True, 128), (False, 256)])
+def test_buckets_do_not_depend_on_the_default_dtype(both_ways: bool, far: int, dtype: torch.dtype) -> None:
+    position = Bucket(2, both_ways, far=far)
+    offsets = torch.arange(-1000, 1000)
+    expected = position.bucket(offsets)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(position.bucket(offsets), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_bucket_bias_is_looked_up_in_the_table() -> None:
     position = Bucket(3, both_ways=True)
     q = torch.tensor([[0, 5], [2, 3]])

@@ -192,8 +192,9 @@ class Bucket(Position):
         distance = offset.abs() if self.both_ways else (-offset).clamp(min=0)
         exact = count // 2
         scale = (count - exact) / math.log(self.far / exact)
-        # Clamp first: log(0) would be computed even though `where` discards it.
-        far = exact + (torch.log(distance.clamp(min=1) / exact) * scale).long()
+        # Clamp first: log(0) would be computed even though `where` discards it. Always in single precision, because
+        # others put a distance on a border, such as 64, into another bucket.
+        far = exact + (torch.log(distance.clamp(min=1).float() / exact) * scale).long()
         return base + torch.where(distance < exact, distance, far.clamp(max=count - 1))
 
 
