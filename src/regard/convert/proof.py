@@ -34,8 +34,6 @@ SINUSOIDS = ("sinusoid", "sinusoid_halves")
 TOLERANCE = 1e-5  # of any output, relative to the largest output
 MAX_TOLERANCE = 1e-3  # if rounding errors are larger
 NEW_TOKENS = 16  # of an output to compare
-# Their cache fails if a T5 decoder has more layers than the encoder, and LSH attention hashes differently with it.
-UNCACHED_GREEDY: Json = {"do_sample": False, "num_beams": 1, "use_cache": False}
 CHUNK_SIZES = ("chunk_size_feed_forward", "chunk_size_lm_head")  # they change no output, but must divide every length
 UNPADDED = {"pixel_values", "decoder_input_ids"}  # inputs of models with unpadded outputs
 
@@ -240,14 +238,11 @@ def their_outputs(model: Any, config: Config, batches: Sequence[Samples]) -> lis
 
 
 def force_random_targets(theirs: Any, config: Config, samples: Samples) -> tuple[Samples, Tensor]:
-    """Force random targets step by step through their generation, which begins with their own start token.
+    """Force random targets through their generation, which begins with their own start token.
 
-    Returns their logits, and the samples that should give the same logits in our model.
+    Returns their logits, and the samples that should give the same logits in our model. An end token may end targets.
     """
     targets_NT = samples["decoder_input_ids"][:, :NEW_TOKENS].roll(-1, dims=1)
-    before = theirs.generation_config
-    start = {key: getattr(before, key) for key in ("decoder_start_token_id", "bos_token_id")}
-    theirs.generation_config = type(before)(**start, **UNCACHED_GREEDY)
     with _their_errors("the model of transformers cannot generate from inputs that our model accepts"):
         out = theirs.generate(
             samples["input_ids"],
@@ -257,7 +252,6 @@ def force_random_targets(theirs: Any, config: Config, samples: Samples) -> tuple
             output_logits=True,
             return_dict_in_generate=True,
         )
-    theirs.generation_config = before
     inputs_NT = out.sequences[:, :-1].clone()
     inputs_NT[:, 0] = config.start_id
     return samples | {"decoder_input_ids": inputs_NT}, torch.stack(out.logits, dim=1)
@@ -332,8 +326,7 @@ def load_theirs(model_class: Any, directory: Path, weights: dict[str, Tensor] | 
     with _their_errors(f"{directory}: cannot be proven: transformers cannot load it"):
         config = model_class.config_class.from_pretrained(directory, local_files_only=True)
         for name in CHUNK_SIZES:
-            if hasattr(config, name):
-                setattr(config, name, 0)
+            setattr(config, name, 0)
         if weights is None:
             stored = any(directory.glob("*.safetensors"))
             theirs = model_class.from_pretrained(directory, config=config, use_safetensors=stored, **safe)
@@ -412,7 +405,10 @@ def _simplify_generation(theirs: Any, config: Config, defaults: Json) -> set[int
         if known:
             ids[key] = known if key == "eos_token_id" else known[0]
     suppressed = sorted(suppressed_ids(settings, config) | suppressed_ids(ours, config))
-    theirs.generation_config = type(before)(**ids | {"suppress_tokens": suppressed or None}, **UNCACHED_GREEDY)
+    # Their cache fails if a T5 decoder has more layers than the encoder, and LSH attention hashes differently with it.
+    theirs.generation_config = type(before)(
+        **ids | {"suppress_tokens": suppressed or None}, do_sample=False, num_beams=1, use_cache=False
+    )
     return set(ids.get("eos_token_id", ()))
 
 

@@ -106,8 +106,7 @@ def _saved_for_backward(model: Model, ids: Tensor, recompute: bool) -> tuple[int
     if model.config.has_memory:  # filled by earlier segments
         top = model.config.top
         empty = torch.empty(len(ids), top.memory, top.width, device="meta")
-        with torch.no_grad():
-            _, memory = model.read_segment(ids, (empty,) * top.layers)
+        _, memory = model.read_segment(ids, (empty,) * top.layers)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         x_BTD, new_memory = model.read_segment(ids, memory) if memory else (model.hidden(ids, None, ids), ())
     for tensor in (*memory, *new_memory):  # both are held until the end of the step
