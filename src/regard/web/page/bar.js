@@ -76,7 +76,7 @@ function examplesOf(live) {
   return h(
     "span",
     { class: "examples", role: "group", "aria-label": "examples" },
-    h("span", { class: "dim" }, "or: "),
+    h("span", { class: "dim" }, "examples: "),
     buttons,
   );
 }

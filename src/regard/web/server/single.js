@@ -158,7 +158,8 @@ export class Single {
   // Take over the state of an address.
   restore(parts) {
     for (const [name, field] of Object.entries(this.numbers)) setNumber(field, parts.get(name), this.usual[name]);
-    this.features = parts.get("features") ?? (parts.has("source") ? "" : (this.example.features ?? ""));
+    const usual = parts.has("source") ? "" : (this.example.features ?? "");
+    this.features = this.run.features ? (parts.get("features") ?? usual) : "";
     this.cards.features.hidden = !this.run.features;
     if (this.run.features) this.offerFeatures();
     this.source.value = parts.get("source") ?? this.example.source;
