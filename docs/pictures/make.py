@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from urllib.parse import urlencode
 
+from regard.cli.demo import TITLE
+from regard.inspect.live import write_live_page
 from regard.inspect.trace import trace
 from regard.model import Model
 from regard.presets import preset
@@ -63,7 +65,7 @@ def main() -> None:
     image_page = HERE / "image.html"
     live_page = HERE / "live.html"
     regard("inspect", run, word, "--out", page)
-    regard("convert", run, live_page, "--to", "html", "--text", word)
+    write_live_page(Run.load(Path(run)), live_page, example=Example(word), title=TITLE)
     position_page.write_text(sinusoid_page(word), encoding="utf-8")
     regard("inspect", image_run, images, "--index", 18, "--out", image_page)
     regard("inspect", run, word, "--attention", "cross", "--png", HERE / "cross-heads.png")
