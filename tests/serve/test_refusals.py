@@ -156,7 +156,9 @@ def test_long_constraints_are_refused_before_any_worker_sees_them(client, body, 
         assert stream or ("characters; at most" in reply.json["error"]["message"] and len(reply.body) < 300)
 
 
-def test_limit_of_the_server_on_source_length_wins(runs):
+def test_limit_of_the_server_on_source_length_wins(client, runs):
+    reply = client.post("/v1/generate", {"inputs": "a" * 3000, "run": "toy", "max_source": 100_000})
+    assert "2048 (max_source)" in str(reply.json["results"])
     with serving({"toy": runs["toy"]}, max_source=20) as client:
         for limit in (5, 20, 100_000):
             reply = client.post("/v1/generate", {"inputs": ["a" * 10, "a" * 30], "max_source": limit})
@@ -167,7 +169,7 @@ def test_limit_of_the_server_on_source_length_wins(runs):
         assert inspected.status == 422 and "at most 20 (max_source)" in inspected.json["error"]["message"]
         assert client.post("/v1/inspect", {"source": "a", "target": "b" * 30}).status == 422
         assert client.post("/v1/score", {"pairs": [{"source": "a" * 30, "target": "b"}]}).json["results"]
-        assert client.post("/translate", {"q": "a" * 30}).json["translatedText"] == ""
+        assert "20 (max_source)" in client.post("/translate", {"q": "a" * 30}).json["error"]
 
 
 LARGE_ANSWERS = [

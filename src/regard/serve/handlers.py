@@ -81,7 +81,7 @@ class Handlers:
                 if count > limit:
                     raise Refused(413, f"{', '.join(names)}: {count} characters; at most {limit} for {what}")
         max_source = min(options.get("max_source", self.settings.max_source), self.settings.max_source)
-        if max_source != Options.model_fields["max_source"].default:
+        if max_source != options.get("max_source", Options.model_fields["max_source"].default):
             options = {**options, "max_source": max_source}
         lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
         tokens = list(map(partial(_max_output, options), items, lengths))
