@@ -19,7 +19,7 @@ import pytest
 
 from regard import files
 from regard.errors import UserError
-from regard.files import hold_lock, read_json, replace_directory, replace_file, write_json
+from regard.files import hold_lock, read_json, replace_directory, replace_file, scratch_directory, write_json
 
 
 def raise_disk_full(*_: object, **__: object) -> None:
@@ -294,3 +294,41 @@ def test_lock_on_a_file_system_without_locks_is_reported_as_not_held(tmp_path: P
         assert not is_locked
     with pytest.raises(UserError, match=r"none/lock: cannot lock: No such file"), hold_lock(tmp_path / "none/lock", ""):
         raise AssertionError
+
+
+# Temporary directories
+
+
+SCRATCH_SCRIPT = """
+import sys
+from regard.files import scratch_directory
+with scratch_directory() as path:
+    (path / "store").write_text("store")
+    print(path, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_temporary_directory_of_a_killed_process_is_removed_by_the_next(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    command = [sys.executable, "-c", SCRATCH_SCRIPT]
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("precious")
+    (tmp_path / f"{files.SCRATCH}link").symlink_to(outside)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        monkeypatch.setattr(files, "SCRATCH_SECONDS", -1)
+        with scratch_directory() as own:
+            assert path.parent == own.parent == tmp_path and names(path) == ["lock", "store"]  # in use
+        process.kill()
+        process.wait()
+        monkeypatch.setattr(files, "SCRATCH_SECONDS", 60)
+        with scratch_directory():
+            assert path.exists()  # it may have been made just now
+        monkeypatch.setattr(files, "SCRATCH_SECONDS", -1)
+        with scratch_directory() as own:
+            assert not path.exists() and own.exists()
+    assert names(tmp_path) == ["outside", f"{files.SCRATCH}link"] and names(outside) == ["precious"]

@@ -1,8 +1,10 @@
-"""Errors for the user's mistakes, and helpers for the wording of messages."""
+"""Errors for the user's mistakes, and helpers for the wording of messages and model cards."""
 
 from __future__ import annotations
 
 import errno
+import re
+from collections.abc import Sequence
 
 OUT_OF_MEMORY_PHRASES = (
     "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "bad_alloc",
@@ -10,6 +12,8 @@ OUT_OF_MEMORY_PHRASES = (
 )  # fmt: skip
 # Of the dynamic linker: too small a table, and a directory from which nothing may be executed.
 OTHER_CAUSES = ("static tls", "not permitted")
+# Characters with a meaning in Markdown, as in GitHub's: an underscore only at the border of a word
+_MARKUP = re.compile(r"[\\`*\[\]<>#~&$@]|(?<![^\W_])_|_(?![^\W_])|(?<=www)\.|:(?=//)")
 
 
 class UserError(Exception):
@@ -63,3 +67,26 @@ def plural(count: float, noun: str, form: str = ",") -> str:
     if noun.endswith(("s", "x", "ch", "sh")) and noun != "epoch":
         return f"{number} {noun}es"
     return f"{number} {noun}s"
+
+
+def as_markdown(text: str) -> str:
+    """A text on one line of Markdown, with every markup escaped."""
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+
+
+def as_code(text: str) -> str:
+    """A text as a code span of Markdown."""
+    text = " ".join(text.split())
+    fence = "`" * (_longest_fence(text) + 1)
+    pad = " " if text[:1] in ("`", "") or text[-1:] == "`" else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def code_block(language: str, lines: Sequence[str]) -> list[str]:
+    """Lines of code as a block of Markdown."""
+    fence = "`" * max(3, 1 + _longest_fence("\n".join(lines)))
+    return [f"{fence}{language}", *lines, fence]
+
+
+def _longest_fence(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate, chain
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
@@ -29,6 +30,8 @@ if sys.platform != "win32":
     import fcntl
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # errors of a file system without locks
+SCRATCH = "regard-scratch-"
+SCRATCH_SECONDS = 60  # a younger directory may not be locked yet
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 PLAIN_FLAGS = NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)  # opening a pipe must not block
 DIRECTORY_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -240,6 +243,20 @@ def _lock(path: Path, name: str, root: Path) -> tuple[int, bool]:
             os.close(handle)
             raise
         os.close(handle)  # the previous holder has removed this file
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A directory for temporary files. Those of killed processes are removed: their lock is free."""
+    place = Path(gettempdir())
+    for remains in place.glob(f"{SCRATCH}*"):
+        with suppress(OSError, UserError):
+            if time.time() - remains.lstat().st_mtime > SCRATCH_SECONDS:
+                with hold_lock(remains / "lock", str(remains), root=place) as locked:
+                    if locked:
+                        shutil.rmtree(remains)
+    with TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True) as path, hold_lock(Path(path) / "lock", path):
+        yield Path(path)
 
 
 def _try_lock(handle: int) -> bool | None:

@@ -93,6 +93,18 @@ def test_a_run_has_copies_of_entries_that_other_users_can_write(tmp_path: Path, 
         assert (tmp_path / "two" / name).read_bytes() == content
 
 
+def test_temporary_directories_of_killed_trainings_are_removed(tmp_path: Path) -> None:
+    data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
+    names = {name: f"{digit * 32}.tmp" for name, digit in zip(("killed", "preparing"), "ab", strict=True)}
+    names |= {"other": "mine.tmp"}
+    for name in names.values():
+        (tmp_path / "cache" / name).mkdir(parents=True)
+    with files.hold_lock(tmp_path / "cache" / f"{'b' * 32}.lock", "another training"):
+        prepare_data(tmp_path / "run", data)
+        assert not (tmp_path / "cache" / names["killed"]).exists()
+        assert (tmp_path / "cache" / names["preparing"]).exists() and (tmp_path / "cache" / names["other"]).exists()
+
+
 def test_cache_key_includes_the_tokenizers_of_the_base_run(tmp_path: Path) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
     bases = [prepare_data(tmp_path / scheme, data, {"source_tokens": scheme}).codec for scheme in ("char", "byte")]

@@ -12,6 +12,7 @@ import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from kit.backwards import MakeRecipe
 from regard.data.prepare import DataFile
@@ -176,8 +177,9 @@ def test_unwritable_log_is_a_user_error(tmp_path: Path) -> None:
         log.write({"event": "x"})
 
 
-def test_error_names_a_log_that_cannot_be_truncated(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "log.jsonl")  # a FIFO cannot be truncated
+def test_error_names_a_log_that_cannot_be_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")  # a FIFO cannot be truncated; without the patch it is refused
+    monkeypatch.setattr("regard.training.log.open_file", Path.open)
     reader = os.open(tmp_path / "log.jsonl", os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(UserError, match=r"log\.jsonl: cannot write: Invalid argument"):
         Log(tmp_path / "log.jsonl")
@@ -245,6 +247,42 @@ def test_model_card_describes_the_run(recipe: MakeRecipe, tmp_path: Path) -> Non
     ):
         assert text in card
     assert str(tmp_path) not in card
+
+
+HOSTILE = (
+    "<img src=x onerror=alert(1)>", "<!--", "&lt;", "[a](http:evil)", "![a](b)", "*a*", "**b", "_c_", "__d__", "`e`",
+    "```", "\\", "~~f~~", "http://evil.example", "www.evil.example", "a@b.example", "$x$", "# h #",
+    "\n---\nlabels: x\n---\n", "\u2028", "a_b.tsv", "- item", "1. item", "\ud800",
+)  # fmt: skip
+
+
+def test_texts_of_users_are_text_in_the_model_card(recipe: MakeRecipe, tmp_path: Path) -> None:
+    """Names of runs and files, labels and notes, read by a parser of Markdown."""
+    run = tmp_path / "".join(HOSTILE).replace("/", "")[:200].replace("\ud800", "")
+    run.mkdir()
+    order = recipe().with_data(train=(str(tmp_path / HOSTILE[0]), "`f`"), valid=None)
+    order = order.model_copy(update={"preset": "`p`*"})
+    for files in ({}, {"training file 1": DataFile("".join(HOSTILE), 1, "ab")}):
+        notes = [f"labels: {''.join(HOSTILE)}", *(f"label: {text}" for text in HOSTILE)]
+        write_model_card(run, order, Progress(), parameters=1, examples=(1, 1), files=files, notes=notes, signatures={})
+        card = (run / "README.md").read_text()
+        assert card.startswith("# ")  # no front matter
+        tokens = MarkdownIt("gfm-like", {"html": True, "linkify": False}).enable("strikethrough").parse(card)
+        inline = [child for token in tokens for child in token.children or ()]
+        allowed = {"text", "softbreak", "code_inline", "text_special"}
+        assert {child.type for child in inline} <= allowed, [child for child in inline if child.type not in allowed]
+        blocks = {token.type for token in tokens} - {"inline"}
+        lists = {"bullet_list_open", "bullet_list_close", "list_item_open", "list_item_close"}
+        simple = {f"{name}_{end}" for name in ("heading", "paragraph") for end in ("open", "close")}
+        assert blocks == simple | lists | {"fence"}
+        texts = ["".join(child.content for child in token.children or ()) for token in tokens if token.type == "inline"]
+        assert texts[0] == " ".join(run.name.split())
+        for note in notes:
+            assert " ".join(note.replace("\ud800", "?").split()) in texts
+        assert [token.content.count("regard") for token in tokens if token.type == "fence"] == [3, 2]
+        assert [token.tag for token in tokens if token.type == "heading_open"] == ["h1", "h2", "h2", "h2", "h2"]
+        for link in ("http://evil", "www.evil", "a@b"):  # GitHub turns bare addresses into links
+            assert not any(link in line for line in card.splitlines() if line.startswith("- label"))
 
 
 def test_model_card_reports_missing_scores(recipe: MakeRecipe, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from regard.convert.table import Table, check_weights, expand, export_weights, i
 from regard.convert.tokenizers import has_tokenizer, id_tokenizer, read_tokenizers, write_tokenizers
 from regard.convert.transfo_xl import TRANSFO_XL
 from regard.convert.vit import IMAGE_PROCESSOR, VIT, image_processor, read_image_processor
-from regard.errors import UserError, install, plural
+from regard.errors import UserError, as_code, as_markdown, install, plural
 from regard.files import replace_file, update_manifest, write_json
 from regard.model import Model, allocate, on_meta
 from regard.run import CHAT_TEMPLATE, Generation, Run, require_layers, weights_of
@@ -198,11 +198,11 @@ def _report(
 
 def _write_model_card(path: Path, name: str, report: ConversionReport) -> None:
     paragraphs = [
-        f"# {name}",
-        f"Converted with regard from the Hugging Face directory `{report.source}`: {report.architecture}, "
+        f"# {as_markdown(name)}",
+        f"Converted with regard from the Hugging Face directory {as_code(report.source)}: {report.architecture}, "
         f"{report.parameters:,} parameters.",
         f"{report.summary[0].upper()}{report.summary[1:]}.",
-        "\n".join(f"- {note}" for note in report.details["notes"]),
+        "\n".join(f"- {as_markdown(note)}" for note in report.details["notes"]),
         f"The record is in `{RECORD}`. `regard info` shows the cost of the model.",
     ]
     text = "\n\n".join(filter(None, paragraphs)) + "\n"

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -39,6 +38,7 @@ from regard.files import (
     replace_directory,
     require_no_links,
     require_own_files,
+    scratch_directory,
     update_manifest,
 )
 from regard.recipe import Column, Data, Recipe
@@ -166,6 +166,10 @@ def _take_from_cache(
     """
     make_directory(entry.parent, f"data.cache: {entry.parent}")
     require_no_links(entry.parent, (entry.name + suffix for suffix in ("", ".lock", ".shards", ".tmp", ".tmp.old")))
+    for remains in entry.parent.glob(f"{'[0-9a-f]' * len(entry.name)}.tmp"):  # of killed trainings on other data
+        with suppress(UserError), hold_lock(remains.with_suffix(".lock"), str(remains)) as locked:
+            if locked:
+                shutil.rmtree(remains, ignore_errors=True)
     waiting = False
     while True:
         try:
@@ -380,8 +384,8 @@ def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
     before = (_read_record(Path(directory)) or {}).get("made_from", {})
     for role, data in memory.items():
         then = before.get(f"{ROLES[role == 'valid']} file 1")
-        with TemporaryDirectory() as temporary:
-            now = _digest(data.write(Path(temporary) / role).paths[0], then)
+        with scratch_directory() as temporary:
+            now = _digest(data.write(temporary / role).paths[0], then)
         if then not in (None, now):
             raise UserError(f"cannot resume: {data.name} changed since the run began; start a new run")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from regard.convert.to_ctranslate2 import POSITIONS, library, names_of, open_translator, write_model
@@ -23,6 +21,7 @@ from regard.decode.hypothesis import (
 from regard.decode.request import Options, check_constraints, check_engine
 from regard.decode.search_inputs import UNBOUNDED, Preparer
 from regard.errors import UserError
+from regard.files import scratch_directory
 from regard.parallel.cores import cores
 from regard.run import Run
 from regard.text.codec import Example
@@ -38,9 +37,9 @@ Inputs = dict[int, SearchInput]
 
 def _load(run: Run, precision: str, workers: int, threads: int) -> Any:
     try:
-        with TemporaryDirectory() as directory:
-            write_model(run, Path(directory))
-            return open_translator(Path(directory), "int8" if precision == "int8" else "fp32", workers, threads)
+        with scratch_directory() as directory:
+            write_model(run, directory)
+            return open_translator(directory, "int8" if precision == "int8" else "fp32", workers, threads)
     except OSError as error:
         raise UserError(f"cannot write the model for CTranslate2: {error.strerror or error}; set TMPDIR") from None
 

@@ -11,7 +11,6 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -271,9 +270,10 @@ def local_group(
     work: str, settings: dict[str, Any], size: int, device: torch.device, offload: bool = False
 ) -> Iterator[ProcessGroup]:
     """Start the other ranks on this machine and form a group; `work` ("module:function") calls `join_local_group`."""
+    from regard.files import scratch_directory  # imports pydantic, which the other processes do not need
+
     with ExitStack() as stack:
-        folder = tempfile.TemporaryDirectory(prefix="regard-", ignore_cleanup_errors=True)
-        store = f"{stack.enter_context(folder)}/store"
+        store = f"{stack.enter_context(scratch_directory())}/store"
         template = stack.enter_context(closing(start_template([work.partition(":")[0]])))
         children = []
         for rank in range(1, size):

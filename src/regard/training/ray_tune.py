@@ -11,14 +11,13 @@ from dataclasses import replace
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from regard.device import choose_device
 from regard.errors import UserError, missing_extra, plural
-from regard.files import open_file
+from regard.files import open_file, scratch_directory
 from regard.parallel.cores import cores
 from regard.parallel.ray_cluster import connected
 from regard.recipe import Recipe
@@ -124,13 +123,13 @@ def _train(
             tune.report({"row": json.dumps(train_point(recipe, path / name, resume, reporter))})
 
     # The records of Ray are temporary. Ray may still write to them until it is shut down.
-    with TemporaryDirectory(ignore_cleanup_errors=True) as storage, Signals().caught() as signals:
+    with scratch_directory() as storage, Signals().caught() as signals:
         os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # our handler receives all signals
         os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise Ray prints to stdout, even with verbose=0
         trainable = tune.with_resources(trial, dict(zip(("cpu", "gpu"), resources, strict=True)))
         space = {"index": tune.grid_search(list(range(len(points))))}
         table = _table_callback(replace(sweep, path=path), running)
-        settings = tune.RunConfig(storage_path=storage, verbose=0, callbacks=[table])
+        settings = tune.RunConfig(storage_path=str(storage), verbose=0, callbacks=[table])
         try:
             with signals.immediate():
                 return list(tune.Tuner(trainable, param_space=space, run_config=settings).fit())

@@ -18,7 +18,7 @@ from regard.data.tables import expand
 from regard.decode.engine import generate
 from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis
 from regard.decode.request import Options
-from regard.errors import plural
+from regard.errors import as_code, as_markdown, code_block, plural
 from regard.files import replace_file
 from regard.metrics import LOWER_IS_BETTER, MEANING
 from regard.recipe import FILES, Recipe, Train
@@ -78,11 +78,13 @@ def write_model_card(
     paths = [*(path for entry in entries for path in {entry: None, **dict.fromkeys(expand(entry))}), train.start_from]
     names = {path: Path(path).name for path in paths if path}
     name = run.resolve().name
-    hashes = [f"- {role}: `{x.name}`, {x.bytes:,} bytes, SHA-256 `{x.sha256}`" for role, x in files.items()]
+    hashes = [f"- {role}: {as_code(x.name)}, {x.bytes:,} bytes, SHA-256 `{x.sha256}`" for role, x in files.items()]
     unit = {"text": "character", "images": "image"}.get(task.reads, "example")
-    origin = f"starting from `{names[train.start_from]}`" if train.start_from else f"preset `{recipe.preset}`"
+    start = train.start_from
+    origin = f"starting from {as_code(names[start])}" if start else f"preset {as_code(recipe.preset)}"
+    files_used = ", ".join(as_code(names[path]) for path in paths[:-1] if path)
     lines = [
-        f"# {name}",
+        f"# {as_markdown(name)}",
         "",
         f"{task.model[0].upper()}{task.model[1:]}, trained with regard: {origin}, {parameters:,} parameters.",
         "",
@@ -94,9 +96,9 @@ def write_model_card(
         *([f"![learning curve]({CURVE})", ""] if (run / CURVE).exists() else []),
         "## Data",
         "",
-        *(hashes or [f"- files: {', '.join(f'`{names[path]}`' for path in paths[:-1] if path)}"]),
+        *(hashes or [f"- files: {files_used}"]),
         f"- {plural(examples[0], unit)} to train on, {examples[1]:,} to validate",
-        *(f"- {_without_directories(note, names)}" for note in notes),
+        *(f"- {as_markdown(_without_directories(note, names))}" for note in notes),
         "",
         "## Training",
         "",
@@ -108,12 +110,10 @@ def write_model_card(
         "",
         "## Use",
         "",
-        "```sh",
-        *(f"regard {use.format(run=shlex.quote(name))}" for use in USES[recipe.task]),
-        "```",
+        *code_block("sh", [f"regard {use.format(run=shlex.quote(name))}" for use in USES[recipe.task]]),
     ]
     if task.name in ("pairs", "lm"):
-        lines += ["", "```python", "import regard", f"regard.load({name!r}).generate([...])", "```"]
+        lines += ["", *code_block("python", ["import regard", f"regard.load({name!r}).generate([...])"])]
     text = "\n".join(lines) + "\n"
     replace_file(run / MODEL_CARD, lambda temporary: temporary.write_bytes(text.encode("utf-8", "replace")))
 
