@@ -51,7 +51,7 @@ def test_libretranslatepy_translates(client, runs):
     api = pytest.importorskip("libretranslatepy").LibreTranslateAPI(client.url)
     (expected,), (other,) = translations(runs["en"], "abc", "ba")
     assert api.translate("abc", "en", "de") == expected != "" and other != expected
-    assert api.translate("abc\n\nba\n", "EN", "De") == f"{expected}\n\n{other}\n"
+    assert api.translate("abc\n\n  ba\n", "EN", "De") == f"{expected}\n\n  {other}\n"
     assert api.detect("dedc")[0]["language"] == "fr"
     assert {"code": "en", "name": "en", "targets": ["de", "zh-Hans"]} in api.languages()
     with pytest.raises(HTTPError) as error:
@@ -126,6 +126,15 @@ def test_lists_and_alternatives(client, runs):
     assert answer["alternatives"] == [abc[1:], ba[1:], [], [f"{x}\r\n{y}" for x, y in zip(abc, ba, strict=True)][1:]]
     assert form(client, "/translate", **body).json == answer
     assert client.post("/translate", body | {"q": "  \n"}).json == {"translatedText": "  \n", "alternatives": []}
+
+
+@pytest.mark.parametrize(("text_format", "text"), [("text", "a\n\n"), ("html", "<b>"), ("html", "< ")])
+def test_text_with_too_many_parts_is_refused_at_once(client, text_format, text):
+    body = {"q": [text * 30_000] * 5, "source": "en", "target": "de", "format": text_format}
+    start = time.process_time()
+    refusal = client.post("/translate", body)
+    assert refusal.status == 413 and "more than 5000" in refusal.json["error"]
+    assert time.process_time() - start < 1
 
 
 def test_text_without_a_translation_is_an_error(client):

@@ -26,6 +26,7 @@ from regard.serve.translation import (
 )
 from regard.suggest import closest
 
+MARKS_PER_INPUT = 10  # tags or line breaks; splitting a text at more of them would delay all requests
 MAX_DETECTED = 2000  # characters of a text whose language is detected
 PRIVATE = ("characters", "chat_template")  # facts of a run that are not published
 # Estimated bytes of an answer.
@@ -175,6 +176,9 @@ class Handlers:
         texts = [body.q] if isinstance(body.q, str) else body.q
         run, detected = await self._run_of_pair(body.source.lower(), body.target.lower(), texts)
         as_html = body.format == "html"
+        most = MARKS_PER_INPUT * self.settings.max_inputs
+        if sum(text.count("<" if as_html else "\n") for text in texts) > most:
+            raise Refused(413, f"q: more than {most} {'tags' if as_html else 'lines'}")
         rows = [html_parts(text) if as_html else line_parts(text) for text in texts]
         items = [{"source": part.text} for row in rows for part in row if part.is_input]
         n = body.alternatives + 1
