@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import unicodedata
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -137,50 +138,64 @@ def make_phrases(
     """Build the automaton; a requirement is met by any one of its phrases."""
     require = list(dict.fromkeys(tuple(dict.fromkeys(each)) for each in require))
     letters = sorted({x for word in (*(word for each in require for word in each), *forbid, *stop) for x in word})
-    automaton = _letter_automaton(require, forbid, stop, {letter: i + 1 for i, letter in enumerate(letters)})
-    class_X = np.zeros(max(int(spelling.letters_VL.max(initial=0)), *letters, 0) + 2, dtype=np.int32)
-    class_X[letters] = range(1, len(letters) + 1)
+    classes = {letter: i + 1 for i, letter in enumerate(letters)}
+    delta_QC, met_Q, ban_Q, stop_Q, held_Q = _letter_automaton(require, forbid, stop, classes)
+    states = len(delta_QC)
+    vocab = len(spelling.letters_VL)
     letters_V = (spelling.letters_VL >= 0).sum(1)
-    tables, edges = _token_moves(automaton, class_X[spelling.letters_VL], letters_V, spelling)
-    next_QV, met_QV, ban_QV, stop_QV = tables
-    need_MQ = _fewest_tokens(edges, met_QV[:, spelling.eos], ban_QV[:, spelling.eos], len(require))
-    return Phrases(next_QV, met_QV, ban_QV, stop_QV, need_MQ, automaton.held_Q, letters_V, spelling.eos)
-
-
-class LetterAutomaton(NamedTuple):
-    """The Aho-Corasick automaton of phrases over classes of letters; class 0 has all letters of no phrase."""
-
-    delta_QC: np.ndarray
-    met_Q: np.ndarray  # bits of the requirements just met
-    ban_Q: np.ndarray  # whether a forbidden phrase was just completed
-    stop_Q: np.ndarray  # length of the longest stop string just completed
-    held_Q: np.ndarray  # how many of the last letters may begin a stop string
-    children: list[dict[int, int]]  # class -> state that is one letter longer
-    suffix: list[int]  # the state of the longest proper suffix
-    order: list[int]  # of the states, shortest first
+    next_QV = np.repeat(np.arange(states)[:, None], vocab, axis=1)
+    met_QV = np.zeros((states, vocab), dtype=np.int32)
+    ban_QV = np.zeros((states, vocab), dtype=bool)
+    stop_QV = np.zeros((states, vocab), dtype=np.int16)
+    class_VL = np.zeros_like(spelling.letters_VL)
+    for letter, i in classes.items():
+        class_VL[spelling.letters_VL == letter] = i
+    for position in range(class_VL.shape[1]):
+        tokens = np.nonzero(letters_V > position)[0]
+        moved = delta_QC[next_QV[:, tokens], class_VL[tokens, position]]
+        next_QV[:, tokens] = moved
+        met_QV[:, tokens] |= met_Q[moved]
+        ban_QV[:, tokens] |= ban_Q[moved]
+        if stop:  # the first stop string counts, and the longest of several that end at the same letter
+            before = stop_QV[:, tokens]
+            here = stop_Q[moved]
+            after = here + (letters_V[tokens] - position - 1)
+            stop_QV[:, tokens] = np.where((before == 0) & (here > 0), after, before)
+    end_met_Q = met_QV[:, spelling.eos].copy()
+    end_ban_Q = ban_QV[:, spelling.eos].copy()
+    ban_QV |= ~spelling.usable_V
+    ban_QV[:, spelling.eos] = True  # on the way to the end
+    need_MQ = _fewest_tokens(next_QV, met_QV, ban_QV, stop_QV > 0, end_met_Q, end_ban_Q, len(require))
+    ban_QV[:, spelling.eos] = end_ban_Q
+    return Phrases(
+        next_QV.astype(np.int32), met_QV.astype(np.int16), ban_QV, stop_QV, need_MQ, held_Q, letters_V, spelling.eos
+    )
 
 
 def _letter_automaton(
     require: Sequence[Sequence[Letters]], forbid: Sequence[Letters], stop: Sequence[Letters], classes: dict[int, int]
-) -> LetterAutomaton:
-    """Build the automaton of the phrases over letters."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Build the Aho-Corasick automaton of the phrases over letters.
+
+    Returns the transitions and, per state: the bits of the requirements just met, whether a forbidden phrase was just
+    completed, the length of the longest stop string just completed, how many of the last letters may begin one.
+    """
     children: list[dict[int, int]] = [{}]
 
     def add(word: Letters) -> list[int]:
         """Add the states of a phrase -> these states."""
         path = [0]
         for letter in word:
-            branch = children[path[-1]]
-            if classes[letter] not in branch:
-                branch[classes[letter]] = len(children)
+            if letter not in children[path[-1]]:
+                children[path[-1]][letter] = len(children)
                 children.append({})
-            path.append(branch[classes[letter]])
+            path.append(children[path[-1]][letter])
         return path
 
     require_ends = [[add(word)[-1] for word in phrases] for phrases in require]
     forbid_ends = [add(word)[-1] for word in forbid]
     stop_paths = [add(word) for word in stop]
-    met = np.zeros(len(children), np.int16)
+    met = np.zeros(len(children), np.int32)
     ban = np.zeros(len(children), bool)
     stopped = np.zeros(len(children), np.int16)
     held = np.zeros(len(children), np.int16)
@@ -190,10 +205,11 @@ def _letter_automaton(
     for path in stop_paths:
         stopped[path[-1]] = len(path) - 1
         held[path] = range(len(path))
-    delta_QC = np.zeros((len(children), len(classes) + 1), dtype=np.int32)
+    delta_QC = np.zeros((len(children), len(classes) + 1), dtype=np.int64)
     suffix = [0] * len(children)
-    order = [0]
-    for node in order:  # which grows
+    queue = deque([0])
+    while queue:
+        node = queue.popleft()
         if node:
             delta_QC[node] = delta_QC[suffix[node]]
             met[node] |= met[suffix[node]]
@@ -201,100 +217,43 @@ def _letter_automaton(
             stopped[node] = stopped[node] or stopped[suffix[node]]
             held[node] = held[node] or held[suffix[node]]
         for letter, child in children[node].items():
-            suffix[child] = int(delta_QC[node, letter]) if node else 0
-            delta_QC[node, letter] = child
-            order.append(child)
-    return LetterAutomaton(delta_QC, met, ban, stopped, held, children, suffix, order)
+            suffix[child] = int(delta_QC[node, classes[letter]]) if node else 0
+            delta_QC[node, classes[letter]] = child
+            queue.append(child)
+    return delta_QC, met, ban, stopped, held
 
 
-def _token_moves(
-    automaton: LetterAutomaton, class_VL: np.ndarray, letters_V: np.ndarray, spelling: Spelling
-) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """The tables of `Phrases` over tokens; and the edges before the end: from, to, requirements met, completes a stop.
-
-    In most states, most tokens do the same as in the state of the longest suffix: all those whose first letter does not
-    continue a phrase there. Only the others are spelled out.
-    """
-    states = len(automaton.order)
-    vocab = len(letters_V)
-    tables = tuple(np.zeros((states, vocab), dtype) for dtype in (np.int32, np.int16, bool, np.int16))
-    silent = np.flatnonzero(letters_V == 0)
-    first_V = class_VL[:, 0] if class_VL.shape[1] else np.zeros(vocab, np.int32)
-    by_first = np.lexsort((-letters_V, first_V))  # longest first
-    by_first = by_first[letters_V[by_first] > 0]
-    bounds = np.searchsorted(first_V[by_first], range(automaton.delta_QC.shape[1] + 1))
-    groups = [by_first[begin:end] for begin, end in pairwise(bounds)]  # tokens by the class of their first letter
-    usable_V = spelling.usable_V.copy()
-    usable_V[spelling.eos] = False
-    edges_Q: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(0, np.int32), np.zeros(0, np.int64))] * states
-    for state in automaton.order:
-        own = list(automaton.children[state])
-        inherited = edges_Q[automaton.suffix[state]]
-        if state:
-            for table in tables:
-                table[state] = table[automaton.suffix[state]]
-        else:
-            own = list(range(len(groups)))
-        kept = ~np.isin(inherited[0], own)
-        first = [inherited[0][kept]]
-        edges = [inherited[1][kept]]
-        for letter in own:
-            _spell_out(automaton, state, groups[letter], class_VL, letters_V, tables)
-            tokens = groups[letter][usable_V[groups[letter]]]
-            to, met, ban, stop = (table[state, tokens].astype(np.int64) for table in tables)
-            edges.append(np.unique((to << 32 | met << 1 | (stop > 0))[ban == 0]))
-            first.append(np.full(len(edges[-1]), letter, np.int32))
-        edges_Q[state] = (np.concatenate(first), np.concatenate(edges))
-        tables[0][state, silent] = state
-    tables[2][:, ~spelling.usable_V] |= np.arange(vocab)[~spelling.usable_V] != spelling.eos
-    codes = np.concatenate([codes for _, codes in edges_Q])
-    begin = np.repeat(np.arange(states), [len(codes) for _, codes in edges_Q])
-    return tables, np.stack((begin, codes >> 32, (codes & 0xFFFFFFFF) >> 1, codes & 1))
-
-
-def _spell_out(
-    automaton: LetterAutomaton,
-    state: int,
-    tokens: np.ndarray,  # longest first
-    class_VL: np.ndarray,
-    letters_V: np.ndarray,
-    tables: tuple[np.ndarray, ...],
-) -> None:
-    """Set the row of a state for tokens, letter by letter."""
-    now = np.full(len(tokens), state, np.int32)
-    met = np.zeros(len(tokens), np.int16)
-    ban = np.zeros(len(tokens), bool)
-    stop = np.zeros(len(tokens), np.int16)
-    longest = int(letters_V[tokens[0]]) if len(tokens) else 0
-    for position in range(longest):
-        count = int(np.searchsorted(-letters_V[tokens], -position))  # tokens with a letter at this position
-        now[:count] = moved = automaton.delta_QC[now[:count], class_VL[tokens[:count], position]]
-        met[:count] |= automaton.met_Q[moved]
-        ban[:count] |= automaton.ban_Q[moved]
-        # The first stop string counts, and the longest of several that end at the same letter.
-        here = automaton.stop_Q[moved]
-        after = here + (letters_V[tokens[:count]] - position - 1)
-        stop[:count] = np.where((stop[:count] == 0) & (here > 0), after, stop[:count])
-    for table, row in zip(tables, (now, met, ban, stop), strict=True):
-        table[state, tokens] = row
-
-
-def _fewest_tokens(edges: np.ndarray, end_met_Q: np.ndarray, end_ban_Q: np.ndarray, count: int) -> np.ndarray:
+def _fewest_tokens(
+    next_QV: np.ndarray,
+    met_QV: np.ndarray,
+    ban_QV: np.ndarray,
+    stops_QV: np.ndarray,
+    end_met_Q: np.ndarray,  # requirements that the end token meets
+    end_ban_Q: np.ndarray,
+    count: int,
+) -> np.ndarray:
     """Shortest paths from every state and subset of met requirements to a state in which the output may end.
 
-    `end_met_Q` are the requirements that the end token meets, `end_ban_Q` whether it completes a forbidden phrase.
     Breadth-first search backwards from these states: every edge is visited once per subset.
     """
-    states = len(end_met_Q)
+    states = len(next_QV)
     full = (1 << count) - 1
-    may_end_MQ = ((np.arange(full + 1)[:, None] | end_met_Q) == full) & ~end_ban_Q
+    subset_M1 = np.arange(full + 1)[:, None]
+    may_end_MQ = ((subset_M1 | end_met_Q) == full) & ~end_ban_Q
     need_MQ = np.where(may_end_MQ, 0, NEVER).astype(np.int16)
     if not need_MQ.any():
         return need_MQ
-    edges = edges[:, np.argsort(edges[1], kind="stable")]
+    edges = []  # from, to, requirements met, whether it completes a stop string; without duplicates
+    for state in range(states):
+        usable = ~ban_QV[state]
+        to, met, stops = (x[state, usable].astype(np.int64) for x in (next_QV, met_QV, stops_QV))
+        pairs = np.unique(to << 32 | met << 1 | stops)
+        edges.append(np.stack((np.full(len(pairs), state), pairs >> 32, (pairs & 0xFFFFFFFF) >> 1, pairs & 1)))
+    table = np.concatenate(edges, axis=1)
+    table = table[:, np.argsort(table[1], kind="stable")]
     steps = []  # subsets before an edge that meets some requirements: those with and without each of them
-    for met in np.unique(edges[2]).tolist():
-        begin, to, _, stops = edges[:, edges[2] == met]
+    for met in np.unique(table[2]).tolist():
+        begin, to, _, stops = table[:, table[2] == met]
         starts = np.searchsorted(to, np.arange(states + 1))
         steps += [(met, part, begin, stops, starts) for part in range(met + 1) if part & met == part]
     subset, state = np.nonzero(may_end_MQ)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -204,14 +204,11 @@ class Preparer:
         key = self._key, texts
         phrases = _automata.get(key)
         if phrases is None:
-            phrases = _automata[key] = self._make_phrases(texts)
-            sizes = [(each, made.next_QV.size) for each, made in list(_automata.items())]
-            total = sum(size for _, size in sizes)
-            for oldest, size in sizes[:-1]:
-                if len(_automata) <= MAX_CACHED_PHRASES and total <= MAX_TABLE:
-                    break
-                total -= size
-                _automata.pop(oldest, None)
+            phrases = self._make_phrases(texts)
+            entries = sum(each.next_QV.size for each in [phrases, *_automata.values()])
+            if len(_automata) >= MAX_CACHED_PHRASES or entries > MAX_TABLE:
+                _automata.clear()
+            _automata[key] = phrases
         return phrases
 
     def _check_satisfiable(
@@ -252,18 +249,16 @@ class Preparer:
         forbid = [spell(phrase) for phrase in texts.forbid]
         stop = [spell(string) for string in texts.stop]
         columns = self.config.target_vocab + SUBSET_COST * 2 ** len(require)
-        letters = sum(map(len, (*chain(*require), *forbid, *stop)))
         for name, count, most in (
             ("stop", sum(map(len, stop)), MAX_STOP),
-            ("require, forbid, stop", letters, MAX_TABLE // columns),
+            ("require, forbid, stop", sum(map(len, chain(*require, forbid, stop))), MAX_TABLE // columns),
         ):
             if count > most:
                 raise UserError(f"{name}: at most {most} letters (bytes in UTF-8) for this run, not {count}")
-        words = dict(zip(chain(*require), chain(*texts.require), strict=True))
-        if overlap := _overlap(words, stop):
-            word, string = overlap
-            cut = texts.stop[stop.index(string)]
-            raise UserError(f"require {words[word]!r:.100} and stop {cut!r:.100}: a part of one begins the other")
+        for phrase, word in zip(chain(*texts.require), chain(*require), strict=True):
+            for string, letters in zip(texts.stop, stop, strict=True):
+                if _overlap(word, letters):
+                    raise UserError(f"require {phrase!r:.100} and stop {string!r:.100}: a part of one begins the other")
         return make_phrases(require, forbid, self._speller.spelling, stop)
 
     def _known_words(self, texts: PhraseTexts) -> PhraseTexts:
@@ -279,21 +274,13 @@ class Preparer:
         return PhraseTexts(tuple(known(each) for each in texts.require), known(texts.forbid), known(texts.stop))
 
 
-def _overlap(required: Iterable[Letters], stops: Sequence[Letters]) -> tuple[Letters, Letters] | None:
-    """A required phrase and a stop string that could cut off its end or occur in it, or that contains it."""
-    starts = {(len(stop), stop[:end]): stop for stop in stops for end in range(1, len(stop) + 1)}
-    lengths = {len(stop) for stop in stops}
-    parts: dict[int, dict[Letters, Letters]] = {}  # of stop strings, by length
-    for phrase in required if stops else ():
-        word = phrase[:-1] if phrase[-1:] == (BOUNDARY,) else phrase  # it also begins the next character
-        size = len(word)
-        if size not in parts:
-            parts[size] = {stop[i : i + size]: stop for stop in stops for i in range(len(stop) - size + 1)}
-        windows = ((length, word[start : start + length]) for start in range(size) for length in lengths)
-        stop = parts[size].get(word) or next((starts[window] for window in windows if window in starts), None)
-        if stop is not None:
-            return phrase, stop
-    return None
+def _overlap(required: Letters, stop: Letters) -> bool:
+    """Whether a stop string could cut off the end of a required phrase, or occur in it."""
+    if required[-1:] == (BOUNDARY,):  # which also begins the next character
+        required = required[:-1]
+    tails = (required[start : start + len(stop)] for start in range(len(required)))
+    inside = any(stop[start : start + len(required)] == required for start in range(len(stop)))
+    return inside or any(tail == stop[: len(tail)] for tail in tails)
 
 
 def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from regard.serve.completions import Answer, Completions, StreamForm
 from regard.serve.queue import Group, Job, QueueFull
 from regard.serve.responses import EventStream, Refused, Reply, error_json, json_response
 from regard.serve.service import Service
-from regard.serve.settings import CONSTRAINT_LIMITS, MAX_TEXT, ServeSettings
+from regard.serve.settings import MAX_CONSTRAINTS, MAX_TEXT, ServeSettings
 from regard.serve.translation import (
     html_parts,
     is_language_classifier,
@@ -29,6 +29,7 @@ from regard.suggest import closest
 MARKS_PER_INPUT = 10  # tags or line breaks; splitting a text at more of them would delay all requests
 MAX_DETECTED = 2000  # characters of a text whose language is detected
 PRIVATE = ("characters", "chat_template")  # facts of a run that are not published
+CONSTRAINTS = ("prefix", "require", "require_any", "forbid", "stop", "features")
 # Estimated bytes of an answer.
 TOKEN_BYTES = 8  # of a possible output token with its score: 48, but outputs usually have a sixth of their limit
 TOP_TOKEN_BYTES = 45
@@ -72,18 +73,13 @@ class Handlers:
         """Make a job; refuse a request that is too much work."""
         if len(items) > self.settings.max_inputs:
             raise Refused(413, f"{len(items)} inputs; at most {self.settings.max_inputs} in one request")
-        for names, one, most in CONSTRAINT_LIMITS:
-            common = _characters(options, names)
-            counts = [_characters(item, names) for item in items]
-            for count, limit, what in (
-                (common + max(counts, default=0), one, "an input"),
-                (common + sum(counts), most, "a request"),
-            ):
-                if count > limit:
-                    raise Refused(413, f"{', '.join(names)}: {count} characters; at most {limit} for {what}")
-        max_source = min(options.get("max_source", self.settings.max_source), self.settings.max_source)
-        if max_source != options.get("max_source", Options.model_fields["max_source"].default):
-            options = {**options, "max_source": max_source}
+        for item in items:
+            texts = [x[name] for x in (options, item) for name in CONSTRAINTS if name in x]
+            if texts and (size := len(to_json(texts))) > MAX_CONSTRAINTS:
+                names = ", ".join(CONSTRAINTS)
+                raise Refused(413, f"{names}: {size} bytes for an input; at most {MAX_CONSTRAINTS}")
+        most = self.settings.max_source
+        options = {**options, "max_source": min(options.get("max_source", most), most)}
         lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
         tokens = list(map(partial(_max_output, options), items, lengths))
         answer = self._answer_bytes(run, kind, options, items, tokens)
@@ -392,19 +388,6 @@ class Handlers:
                 yield text
 
         return EventStream(texts(), partial(self.service.finish, job))
-
-
-def _characters(values: Answer, names: Sequence[str]) -> int:
-    """The characters of the texts with these names, which may be in lists."""
-    pending = [values[name] for name in names if name in values]
-    count = 0
-    while pending:
-        value = pending.pop()
-        if isinstance(value, str):
-            count += len(value)
-        else:
-            pending += value or ()
-    return count
 
 
 def _max_output(options: Answer, item: Answer, length: int) -> float:

@@ -21,12 +21,7 @@ from regard.recipe import option
 MAX_TEXT = 100_000  # characters of a text
 MAX_INPUTS = 10_000  # of a request
 MAX_NAME = 100  # characters
-# Names of constraints, and their maximum characters for an input and for a request. An automaton of 2,000 letters is
-# made in a second or two.
-CONSTRAINT_LIMITS = (
-    (("require", "require_any", "forbid", "stop"), 2_000, 100_000),
-    (("prefix", "features"), 10_000, 500_000),
-)
+MAX_CONSTRAINTS = 10_000  # bytes of constraints and features of an input, in JSON
 MIN_KEY = 16  # characters
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 

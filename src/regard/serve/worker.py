@@ -38,10 +38,6 @@ WEIGHT_BYTES = 7  # of an attention weight in JSON
 MAX_ANSWERERS = 32  # ready answerers that a worker keeps, one for each engine, run and set of options
 
 
-class TooLarge(UserError):
-    """An answer is too large."""
-
-
 class Cancelled(Exception):
     """The batch was cancelled."""
 
@@ -99,7 +95,7 @@ class BatchAnswerer:
                 return [self.answer(replace(batch, inputs=[item]))[0] for item in batch.inputs]
             if isinstance(error, UserError):  # without paths of this machine
                 message = str(error).replace(str(self.runs[batch.run].path), batch.run)
-                return [{"error": message, "status": 413 if isinstance(error, TooLarge) else 422}]
+                return [{"error": message, "status": 422}]
             traceback.print_exception(error)
             return [{"error": INTERNAL_ERROR, "status": 500}]
 
@@ -165,8 +161,11 @@ class BatchAnswerer:
         """Vectors of texts; a truncated text has a flag."""
         normalize = batch.settings.get("normalize", True)
         answerer = Answerer([self.runs[batch.run]], Options(batch_tokens=EMBED_TOKENS))
-        for item in batch.inputs if self.runs[batch.run].config.top.max_positions is None else ():
-            self._check_length(batch, Example(item["source"]))
+        run = self.runs[batch.run]
+        rows = run.codec.source.encode([item["source"] for item in batch.inputs])
+        tokens = max(map(len, rows))
+        if run.config.top.max_positions is None and tokens > (most := batch.settings.get("max_source", tokens)):
+            raise UserError(f"source: {tokens} tokens; at most {most} (max_source)")
         vectors, truncated, limit = answerer.embed([item["source"] for item in batch.inputs], normalize=normalize)
         results: list[Result] = [{"vector": [float(v) for v in row]} for row in vectors]
         for index, tokens in truncated.items():
@@ -179,20 +178,8 @@ class BatchAnswerer:
         results = []
         for example in batch.examples():
             batch.check()
-            self._check_length(batch, example)
             results.append({"html": answerer.trace(example._replace(target=None), example.target).to_html()})
         return results
-
-    def _check_length(self, batch: WorkerBatch, example: Example) -> None:
-        """Refuse a source or target that is longer than the server allows."""
-        codec = self.runs[batch.run].codec
-        for name, ids in (
-            ("source", codec.encode_source([example])[0]),
-            ("target", codec.encode_target([example.target or ""])[0]),
-        ):
-            most = batch.settings.get("max_source", Options.model_fields["max_source"].default)
-            if len(ids) > most + 2:  # special tokens
-                raise UserError(f"{name}: {len(ids)} tokens; at most {most} (max_source)")
 
     @contextmanager
     def _cancellable(self, answerer: Answerer, batch: WorkerBatch) -> Iterator[None]:
@@ -245,7 +232,7 @@ def attention_json(trace: Trace, limit: int) -> Result:
     weights = sum(m.weights_HTS.size for m in trace.maps)
     if (size := weights * WEIGHT_BYTES) > limit:
         each = f"at most {limit} for each input of this request (--max-answer)"
-        raise TooLarge(f"attention: {weights} weights have about {size} bytes; {each}")
+        raise UserError(f"attention: {weights} weights have about {size} bytes; {each}")
     maps = [
         {"name": m.name, "kind": m.kind, "layer": m.layer, "heads": m.heads, "rows": m.rows, "columns": m.columns}
         | {"weights": m.weights_HTS.astype(float).round(4).tolist()}
