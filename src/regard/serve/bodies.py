@@ -36,7 +36,7 @@ MAX_VALUES = 50_000  # of a body
 MAX_KEYS = 100  # of each object in a body
 # The field api_key in JSON, in a form, and in a form with parts. It is found without parsing the body.
 API_KEY = re.compile(
-    rb'"api_key"\s*:\s*("(?:[^"\\]|\\.){1,400}")|(?:^|&)api_key=([^&]{1,400})|name="api_key"\r\n\r\n([^\r]{1,400})'
+    rb'api_key(?:"\s*:\s*("(?:[^"\\]|\\.){1,400}")|(?<![^&]api_key)=([^&]{1,400})|"\r\n\r\n([^\r]{1,400}))'
 )
 # Keys of OpenAI whose values must be zero or empty, with advice.
 UNSUPPORTED = {
