@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Sequence
 
 OUT_OF_MEMORY_PHRASES = (
     "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "bad_alloc",
@@ -77,16 +76,6 @@ def as_markdown(text: str) -> str:
 def as_code(text: str) -> str:
     """A text as a code span of Markdown."""
     text = " ".join(text.split())
-    fence = "`" * (_longest_fence(text) + 1)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     pad = " " if text[:1] in ("`", "") or text[-1:] == "`" else ""
     return f"{fence}{pad}{text}{pad}{fence}"
-
-
-def code_block(language: str, lines: Sequence[str]) -> list[str]:
-    """Lines of code as a block of Markdown."""
-    fence = "`" * max(3, 1 + _longest_fence("\n".join(lines)))
-    return [f"{fence}{language}", *lines, fence]
-
-
-def _longest_fence(text: str) -> int:
-    return max(map(len, re.findall("`+", text)), default=0)

@@ -102,7 +102,7 @@ def test_shards_of_other_options_or_another_run_are_refused(
 ) -> None:
     command = ["generate", runs["pairs"], runs["files"] / "words", "--out", tmp_path / "out", "--window", 30]
     with monkeypatch.context() as context:
-        context.setattr("regard.decode.sharded_output.sync", _fail)
+        context.setattr("regard.decode.sharded_output.ShardDirectory._copy", _fail)
         assert "No space left on device; the shards are kept" in call(*command).err
     result = call(*command, "--beam", 2)
     assert result.code == 2 and "command.options.beam: 1 there, 2 now" in result.err

@@ -12,8 +12,9 @@ import pytest
 
 from kit.backwards import MakeRecipe
 from kit.fuzz import in_child, mutate
-from regard.data.prepare import MANIFEST, RECORD, find_damage
+from regard.data.prepare import RECORD, find_damage
 from regard.errors import UserError
+from regard.files import MANIFEST
 from regard.run import verify_run
 from regard.training.fit import fit
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from regard import files
 from regard.batch import Pixels
 from regard.config import parse
 from regard.data.encode import shards_of
@@ -27,20 +28,6 @@ from regard.data.reader import MEMORY, STDIN, open_raw
 from regard.data.store import Corpus
 from regard.data.tables import Corpora
 from regard.errors import UserError, plural
-from regard.files import (
-    MANIFEST,
-    LockHeld,
-    changed_files as verify_files,
-    hold_lock,
-    make_directory,
-    read_json,
-    read_manifest,
-    replace_directory,
-    require_no_links,
-    require_own_files,
-    scratch_directory,
-    update_manifest,
-)
 from regard.recipe import Column, Data, Recipe
 from regard.tasks import TASKS, Reads
 from regard.text.codec import Codec, Example, TextConfig
@@ -132,7 +119,7 @@ def prepare(
     def make(path: Path) -> None:
         """Write the data; use the shards of a killed process and remove its other files."""
         temporary = path.with_name(path.name + ".tmp")  # a fixed name, because the remains of a kill may be large
-        replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory, processes), temporary)
+        files.replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory, processes), temporary)
         shutil.rmtree(shards_of(path), ignore_errors=True)
 
     now = fingerprint(recipe, train, valid) if recipe.data.cache is not None else {}
@@ -164,16 +151,16 @@ def _take_from_cache(
     On a file system without locks, the run prepares its own data. An entry is made again if it does not match its key,
     because a file has changed in between, or its manifest: no data is lost, and other runs need not repeat the error.
     """
-    make_directory(entry.parent, f"data.cache: {entry.parent}")
-    require_no_links(entry.parent, (entry.name + suffix for suffix in ("", ".lock", ".shards", ".tmp", ".tmp.old")))
+    files.make_directory(entry.parent, f"data.cache: {entry.parent}")
+    files.require_no_links(entry.parent, (entry.name + end for end in ("", ".lock", ".shards", ".tmp", ".tmp.old")))
     for remains in entry.parent.glob(f"{'[0-9a-f]' * len(entry.name)}.tmp"):  # of killed trainings on other data
-        with suppress(UserError), hold_lock(remains.with_suffix(".lock"), str(remains)) as locked:
+        with suppress(UserError), files.hold_lock(remains.with_suffix(".lock"), str(remains)) as locked:
             if locked:
                 shutil.rmtree(remains, ignore_errors=True)
     waiting = False
     while True:
         try:
-            with hold_lock(entry.with_suffix(".lock"), str(entry)) as locked:
+            with files.hold_lock(entry.with_suffix(".lock"), str(entry)) as locked:
                 exists = (_read_record(entry) or {}).get("made_from") == made_from
                 if exists:
                     shutil.rmtree(shards_of(entry), ignore_errors=True)  # as in `prepare`
@@ -185,7 +172,7 @@ def _take_from_cache(
                 if locked:
                     _share(entry, path)
                 return False
-        except LockHeld:
+        except files.LockHeld:
             if not waiting:
                 say(f"data: waiting for another training, which uses {entry}")
             waiting = True
@@ -205,7 +192,7 @@ def _share(entry: Path, path: Path) -> None:
         shutil.copyfile(source, target)
 
     copy = partial(shutil.copytree, entry, copy_function=link, dirs_exist_ok=True)
-    replace_directory(path, copy, path.with_name(path.name + ".tmp"))
+    files.replace_directory(path, copy, path.with_name(path.name + ".tmp"))
 
 
 def _write(
@@ -236,25 +223,25 @@ def _write(
     (path / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
     for copy in path.glob("spool-*"):
         copy.unlink()
-    update_manifest(path, _file_names(path))
+    files.update_manifest(path, _file_names(path))
 
 
 def _file_names(path: Path) -> list[str]:
     """The names of the files of prepared data except its manifest; a hidden file is not one of them."""
-    files = (file for file in path.rglob("[!.]*") if file.name != MANIFEST)
-    return sorted(file.relative_to(path).as_posix() for file in files if not file.is_dir())
+    entries = (entry for entry in path.rglob("[!.]*") if entry.name != files.MANIFEST)
+    return sorted(entry.relative_to(path).as_posix() for entry in entries if not entry.is_dir())
 
 
 def find_damage(directory: str | Path) -> list[str]:
     """Differences of prepared data from its manifest, by size and SHA-256; none in data of format 1."""
     path = Path(directory)
     try:
-        damage = verify_files(path, verify=True)
-        names = read_manifest(path).files
+        damage = files.changed_files(path, verify=True)
+        names = files.read_manifest(path).files
     except UserError as error:
         return [str(error)]
     if names or (_read_record(path) or {}).get("format") == FORMAT:
-        damage += [f"{path / name}: is not in {MANIFEST}" for name in _file_names(path) if name not in names]
+        damage += [f"{path / name}: is not in {files.MANIFEST}" for name in _file_names(path) if name not in names]
     return damage
 
 
@@ -264,7 +251,7 @@ def open_prepared(directory: str | Path) -> Prepared[Any]:
     record = _read_record(path)
     if record is None:
         raise UserError(f"{path}: no prepared data here")
-    require_own_files(path, _file_names(path))
+    files.require_own_files(path, _file_names(path))
     where = str(path / RECORD)
     try:
         kind = KINDS[TASKS[record.get("task", "pairs")].reads]
@@ -295,7 +282,7 @@ def is_prepared(directory: Path) -> bool:
 
 def _read_record(path: Path) -> dict[str, Any] | None:
     try:
-        record = read_json(path / RECORD)
+        record = files.read_json(path / RECORD)
         valid = record["format"] in (1, FORMAT) and isinstance(record["made_from"], dict)
     except (UserError, LookupError, TypeError):
         return None
@@ -384,7 +371,7 @@ def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
     before = (_read_record(Path(directory)) or {}).get("made_from", {})
     for role, data in memory.items():
         then = before.get(f"{ROLES[role == 'valid']} file 1")
-        with scratch_directory() as temporary:
+        with files.scratch_directory() as temporary:
             now = _digest(data.write(temporary / role).paths[0], then)
         if then not in (None, now):
             raise UserError(f"cannot resume: {data.name} changed since the run began; start a new run")

@@ -24,19 +24,9 @@ from typing import IO, Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 
+from regard import files
 from regard.data.reader import STDIN, Line, lines_of, open_bytes
 from regard.errors import UserError, plural
-from regard.files import (
-    LockHeld,
-    hold_lock,
-    open_file,
-    read_json,
-    remove,
-    replace_file,
-    require_no_links,
-    sync,
-    write_json,
-)
 from regard.parallel.ray_cluster import connected
 
 FORMAT = 1
@@ -95,7 +85,7 @@ class ShardDirectory:
         """Open a state that `begin` has created."""
         self.out = out
         self.path = state_of(out)
-        saved = read_json(self.path / COMMAND)
+        saved = files.read_json(self.path / COMMAND)
         self.file: str = saved["file"]
         self.shards = Input(**saved["input"]).shards
         self._stack = ExitStack()
@@ -116,7 +106,7 @@ class ShardDirectory:
         source = Input.scan(file, lines)._asdict()
         state = {"format": FORMAT, "file": str(Path(file).resolve()), "command": command, "input": source}
         state = json.loads(json.dumps(state))  # normalised, because it is compared with a saved state
-        require_no_links(path.parent, (path.name, _discarded(path).name))
+        files.require_no_links(path.parent, (path.name, _discarded(path).name))
         try:
             path.mkdir(exist_ok=True)
         except OSError as error:
@@ -124,7 +114,7 @@ class ShardDirectory:
         with _locked(path):
             shutil.rmtree(_discarded(path), ignore_errors=True)  # left by a command that was killed while it cleaned up
             _require_same(path, state)
-            write_json(path / COMMAND, state)
+            files.write_json(path / COMMAND, state)
             with cls(out) as directory:
                 directory._scanned = scanned
                 yield directory
@@ -162,13 +152,13 @@ class ShardDirectory:
         if file.exists():
             return True
         try:
-            with hold_lock(file.with_suffix(".lock"), str(file), root=self.out.parent):
+            with files.hold_lock(file.with_suffix(".lock"), str(file), root=self.out.parent):
                 if not file.exists():
                     counts, text = answer(self._lines(shard))
                     output = text.encode("utf-8", "replace")  # lone surrogates are replaced, as on stdout
                     header = json.dumps({"bytes": len(output), "counts": counts}).encode()
-                    replace_file(file, lambda temporary: temporary.write_bytes(header + b"\n" + output))
-        except LockHeld:
+                    files.replace_file(file, lambda temporary: temporary.write_bytes(header + b"\n" + output))
+        except files.LockHeld:
             return False
         return True
 
@@ -191,10 +181,10 @@ class ShardDirectory:
         counts: list[Counts] = []
         joined = self.path / JOINED
         try:
-            with open_file(joined, "wb", root=self.out.parent) as output:
+            with files.open_file(joined, "wb", root=self.out.parent) as output:
                 for shard in self.shards:
                     counts.append(self._copy(self._file(shard), output))
-            sync(joined)
+            files.sync(joined)
             if self._scanned is not None and _size_and_time(self.file) != self._scanned:
                 _discard(self.path)
                 raise UserError(f"{self.file}: has changed while it was read; run the command again from the beginning")
@@ -203,14 +193,14 @@ class ShardDirectory:
             advice = "the shards are kept; the same command continues from there"
             raise UserError(f"{self.out}: cannot write: {error.strerror or error}; {advice}") from None
         with suppress(OSError):  # some file systems cannot sync a directory
-            sync(self.out.parent)
+            files.sync(self.out.parent)
         _discard(self.path)
         return counts
 
     def _copy(self, file: Path, output: IO[bytes]) -> Counts:
         start = output.tell()
         try:
-            with open_file(file) as shard:
+            with files.open_file(file) as shard:
                 header = json.loads(shard.readline())
                 shutil.copyfileobj(shard, output, CHUNK_BYTES)
             if output.tell() - start != header["bytes"]:
@@ -272,9 +262,9 @@ def _locked(path: Path) -> Iterator[None]:
     with ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(hold_lock(path / LOCK, str(path), root=path.parent))
+                stack.enter_context(files.hold_lock(path / LOCK, str(path), root=path.parent))
                 break
-            except LockHeld:
+            except files.LockHeld:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(POLL_SECONDS)
@@ -287,11 +277,11 @@ def _require_same(path: Path, state: dict[str, Any]) -> None:
         if foreign := sorted(x.name for x in path.iterdir() if not REMAINS.fullmatch(x.name)):
             raise UserError(f"{path}: is needed for the state of this command, but has other files ({foreign[0]})")
         for shard in path.glob("*.shard"):  # left by an incomplete removal: their command is unknown
-            remove(shard)
+            files.remove(shard)
         return
     if next(path.glob("*.shard"), None) is None:  # no shard is finished, so nothing can be lost
         return
-    saved = _flat(read_json(path / COMMAND))
+    saved = _flat(files.read_json(path / COMMAND))
     current = _flat(state)
     if differences := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
         lines = [f"{path}: belongs to another command; finish it, or remove the directory to start over"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from regard.data.tables import expand
 from regard.decode.engine import generate
 from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis
 from regard.decode.request import Options
-from regard.errors import as_code, as_markdown, code_block, plural
+from regard.errors import as_code, as_markdown, plural
 from regard.files import replace_file
 from regard.metrics import LOWER_IS_BETTER, MEANING
 from regard.recipe import FILES, Recipe, Train
@@ -44,6 +45,7 @@ TASK_MEANING = {
     "classify": _LABELS,
     "image": _LABELS,
 }
+UNITS = {"text": "character", "images": "image"}  # of data, by what a task reads
 USES = {
     "pairs": ("generate {run} input.txt", "evaluate {run} pairs.tsv", "inspect {run} TEXT -o page.html"),
     "lm": ("generate {run} prompts.txt", "evaluate {run} text.txt"),
@@ -78,8 +80,8 @@ def write_model_card(
     paths = [*(path for entry in entries for path in {entry: None, **dict.fromkeys(expand(entry))}), train.start_from]
     names = {path: Path(path).name for path in paths if path}
     name = run.resolve().name
+    one_line = re.sub(r"[\r\n]", " ", name)  # another line could end a block of code
     hashes = [f"- {role}: {as_code(x.name)}, {x.bytes:,} bytes, SHA-256 `{x.sha256}`" for role, x in files.items()]
-    unit = {"text": "character", "images": "image"}.get(task.reads, "example")
     start = train.start_from
     origin = f"starting from {as_code(names[start])}" if start else f"preset {as_code(recipe.preset)}"
     files_used = ", ".join(as_code(names[path]) for path in paths[:-1] if path)
@@ -97,7 +99,7 @@ def write_model_card(
         "## Data",
         "",
         *(hashes or [f"- files: {files_used}"]),
-        f"- {plural(examples[0], unit)} to train on, {examples[1]:,} to validate",
+        f"- {plural(examples[0], UNITS.get(task.reads, 'example'))} to train on, {examples[1]:,} to validate",
         *(f"- {as_markdown(_without_directories(note, names))}" for note in notes),
         "",
         "## Training",
@@ -110,10 +112,12 @@ def write_model_card(
         "",
         "## Use",
         "",
-        *code_block("sh", [f"regard {use.format(run=shlex.quote(name))}" for use in USES[recipe.task]]),
+        "```sh",
+        *(f"regard {use.format(run=shlex.quote(one_line))}" for use in USES[recipe.task]),
+        "```",
     ]
     if task.name in ("pairs", "lm"):
-        lines += ["", *code_block("python", ["import regard", f"regard.load({name!r}).generate([...])"])]
+        lines += ["", "```python", "import regard", f"regard.load({name!r}).generate([...])", "```"]
     text = "\n".join(lines) + "\n"
     replace_file(run / MODEL_CARD, lambda temporary: temporary.write_bytes(text.encode("utf-8", "replace")))
 
