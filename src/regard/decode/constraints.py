@@ -244,11 +244,11 @@ def _fewest_tokens(
     if not need_MQ.any():
         return need_MQ
     edges = []  # from, to, requirements met, whether it completes a stop string; without duplicates
-    for state in range(states):
-        usable = ~ban_QV[state]
-        to, met, stops = (x[state, usable].astype(np.int64) for x in (next_QV, met_QV, stops_QV))
+    for node in range(states):
+        usable = ~ban_QV[node]
+        to, met, stops = (x[node, usable].astype(np.int64) for x in (next_QV, met_QV, stops_QV))
         pairs = np.unique(to << 32 | met << 1 | stops)
-        edges.append(np.stack((np.full(len(pairs), state), pairs >> 32, (pairs & 0xFFFFFFFF) >> 1, pairs & 1)))
+        edges.append(np.stack((np.full(len(pairs), node), pairs >> 32, (pairs & 0xFFFFFFFF) >> 1, pairs & 1)))
     table = np.concatenate(edges, axis=1)
     table = table[:, np.argsort(table[1], kind="stable")]
     steps = []  # subsets before an edge that meets some requirements: those with and without each of them
