@@ -230,9 +230,9 @@ def _sacrebleu(name: str, settings: MetricSettings) -> Any:
         return BLEU(force=True, lowercase=settings.lowercase, tokenize=tokenize)
     except (ImportError, RuntimeError):
         extra = {"ja-mecab": "'sacrebleu[ja]'", "ko-mecab": "'sacrebleu[ko]'"}.get(tokenize, "sentencepiece")
-        raise UserError(f"--bleu-tokenize {tokenize}: needs another package: pip install {extra}") from None
+        raise UserError(f"bleu_tokenize {tokenize}: needs another package: pip install {extra}") from None
     except OSError as error:  # sacrebleu downloads a sentencepiece model
-        raise UserError(f"--bleu-tokenize {tokenize}: sacrebleu cannot get its model: {error}") from None
+        raise UserError(f"bleu_tokenize {tokenize}: sacrebleu cannot get its model: {error}") from None
 
 
 Content = Literal["labels", "tokens", "words", "phrases", "sentences"]

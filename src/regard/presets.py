@@ -140,7 +140,7 @@ def changed_recipe(
 def model_without_data(recipe: Recipe, vocab: int | None, where: str) -> Config:
     """The model of a recipe before its data is read; the vocabulary size is `vocab` or that in the token scheme."""
     if recipe.preset == "auto":
-        raise UserError(f"{where}: its preset is chosen from the data; name one with --set preset=transformer-small")
+        raise UserError(f"{where}: its preset is chosen from the data; name one, for example preset=transformer-small")
     source, target = (
         vocab or (int(size) if (size := tokens.partition(":")[2]).isdigit() else None)
         for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)

@@ -258,7 +258,9 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such recipe") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         if Path(path).is_file() and Path(path).suffix != ".toml":
-            raise UserError(f"{path}: not a recipe (a TOML file); to train on this file, use --data {path}") from None
+            raise UserError(
+                f"{path}: not a recipe (a TOML file); to train on this file, use data.train={path}"
+            ) from None
         raise UserError(f"{path}: not a readable TOML file: {error}") from None
 
 

@@ -281,7 +281,10 @@ def test_score_reports_unknown_tokens_and_long_lines(toy):
     result = call("score", toy / "run", stdin=lines)
     assert result.code == 0 and result.lines[1] == "nan" and result.lines[0] == result.lines[3]
     assert "3 of 4 lines; skipped 1 too long (stdin:2: the source has 100000 tokens" in result.err
-    assert "source: 1 unknown token in 1 line: 'ß'" in result.err and "target: 2 unknown tokens" in result.err
+    assert (
+        "source: 1 unknown token in 1 line: 'ß'" in result.err
+        and "target: 1 unknown token, 2 times in 1 line" in result.err
+    )
     rows = [json.loads(line) for line in call("score", toy / "run", "--json", "--max-source", 2, stdin=lines).lines]
     assert [row["line"] for row in rows] == [1, 2, 3, 4] and all(row["score"] is None for row in rows)
     strict = call("score", toy / "run", "--strict", stdin=lines)

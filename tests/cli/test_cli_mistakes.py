@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import regard
 from kit.toy import call, small
+from regard.errors import UserError
 from regard.presets import PRESETS, unused_changes
 
 
@@ -53,8 +55,8 @@ def test_an_invalid_model_is_reported_before_data_is_read(words, message, toy, t
 
 def test_an_empty_run_name_is_refused(toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "--out: is empty" in train(toy, "").err
-    assert "--out: is empty" in call("demo", "--out", "").err
+    assert "out: is empty" in train(toy, "").err
+    assert "out: is empty" in call("demo", "--out", "").err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,3 +186,30 @@ def test_common_beginner_errors_get_a_helpful_message(line, message, toy, tmp_pa
     assert result.code == 2 and message in result.err, result.err
     assert not re.search(INTERNAL_NAMES, result.err)
     assert not (tmp_path / "new").exists()
+
+
+def test_the_library_names_settings_and_the_command_line_names_options(toy, tmp_path):
+    (tmp_path / "three.tsv").write_text("a\tb\tc\n" * 5)
+    cases = (
+        (
+            tmp_path / "three.tsv",
+            tmp_path / "run",
+            r"for example data\.columns=source,features,target",
+            "--columns source,",
+        ),
+        (
+            toy / "pairs.tsv",
+            toy / "run",
+            "continue it with resume=True, or choose another directory",
+            "with --resume, or",
+        ),
+    )
+    for data, out, message, option in cases:
+        with pytest.raises(UserError, match=message) as error:
+            regard.train(data=data, out=out)
+        assert "--" not in str(error.value)
+        assert option in call("train", "--data", data, "--out", out).err
+    with pytest.raises(UserError, match=r"use data\.train=.*three\.tsv") as error:
+        regard.train(tmp_path / "three.tsv", tmp_path / "run", data="x")
+    assert "--" not in str(error.value)
+    assert "give a table with --data FILE.tsv, or --source FILE and --target FILE" in call("train", "--out", "x").err

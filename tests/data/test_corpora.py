@@ -146,7 +146,7 @@ def test_parquet_blocks_depend_on_the_text(tmp_path: Path) -> None:
 def test_jsonl_and_parquet_are_refused_as_parallel_files(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", PAIRS)
     with pytest.raises(
-        UserError, match=r"a\.jsonl: JSONL and Parquet have both sides in one file, .*; give it with --data"
+        UserError, match=r"a\.jsonl: JSONL and Parquet have both sides in one file, .*; name it in data\.train"
     ):
         prepare_data(tmp_path / "data", {"source": [path], "target": [path]})
 

@@ -299,7 +299,7 @@ def test_single_source_is_used_for_training_and_validation(tmp_path: Path) -> No
         ({}, {}, "no training data"),
         ({"train": "missing.tsv"}, {}, "missing.tsv: no such file"),
         ({"train": "good.tsv", "valid": "missing.tsv"}, {}, "missing.tsv: no such file"),
-        ({"train": "three.tsv"}, {}, "--columns source,features,target"),
+        ({"train": "three.tsv"}, {}, r"data\.columns=source,features,target"),
         ({"train": "good.tsv", "valid": "three.tsv"}, {}, "three.tsv: no usable example"),
         ({"train": "good.tsv", "max_length": 1}, {}, "raise data.max_length"),
         ({"train": "good.tsv", "valid": "good.tsv", "max_length": 1}, {}, "raise data.max_length"),

@@ -249,8 +249,8 @@ def test_strict_reading_stops_at_the_first_invalid_line(line: bytes, reason: str
     [
         (("source", "target"), "", "the file is empty"),
         (("source", "target"), "a b\nc d\n", "is the separator a tab"),
-        (("source", "target"), "a\tN\tb\n" * 3, "--columns source,features,target"),
-        (("source", "features", "target"), "a\tb\n" * 3, "--columns source,target"),
+        (("source", "target"), "a\tN\tb\n" * 3, r"data\.columns=source,features,target"),
+        (("source", "features", "target"), "a\tb\n" * 3, r"data\.columns=source,target"),
         (("source", "target"), "\t".join("x" * 15), "at least 10 columns"),
         (("source", "target"), "\n\n", "2 blank line"),
     ],

@@ -84,7 +84,7 @@ def test_unknown_tokens_and_features_are_counted() -> None:
     unknown = UnknownTokens()
     codec.note_unknown(examples, unknown)
     assert (unknown.counts, unknown.total, unknown.texts) == ({"x": 3, "V": 1}, 4, 2)
-    assert unknown.summary() == "4 unknown tokens in 2 lines: 'x' 3x, 'V' 1x"
+    assert unknown.summary() == "2 unknown tokens, 4 times in 2 lines: 'x' 3x, 'V' 1x"
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -130,7 +130,7 @@ def test_summary_of_unknown_tokens_is_short_and_shows_code_points() -> None:
     report = UnknownTokens()
     report.count(["\u0430", "\u0430", *"bcdefghij", "w" * 100])
     message = report.summary()
-    assert message.startswith("12 unknown tokens in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
+    assert message.startswith("11 unknown tokens, 12 times in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
     assert message.endswith(" and 3 more")
     assert len(message) < 200
-    assert report.summary(1, noun="label").startswith("12 unknown labels in 1 line: ")
+    assert report.summary(1, noun="label").startswith("11 unknown labels, 12 times in 1 line: ")

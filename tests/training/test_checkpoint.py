@@ -72,7 +72,7 @@ def test_error_names_the_checkpoint_file_with_a_flipped_bit(tmp_path: Path) -> N
             continue
         data = path.read_bytes()
         path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
-        with pytest.raises(UserError, match=f"{path.name}: has changed.*\n.*--from"):
+        with pytest.raises(UserError, match=f"{path.name}: has changed.*\n.*start_from"):
             checkpoints.verify(5)
             checkpoints.kept(3)
         path.write_bytes(data)

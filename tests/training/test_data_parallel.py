@@ -121,8 +121,8 @@ def test_local_ranks_form_a_group_and_exit_with_it(ranks: list[Child]) -> None:
 @pytest.mark.parametrize(
     ("end", "message"),
     [
-        ("error", "ended with status 2; the last checkpoint is safe, continue with --resume\n  no room"),
-        ("kill", r"was killed by signal 9 \(out of memory\?\); the last checkpoint is safe, continue with --resume"),
+        ("error", "ended with status 2; the last checkpoint is safe, continue with resume=True\n  no room"),
+        ("kill", r"was killed by signal 9 \(out of memory\?\); the last checkpoint is safe, continue with resume=True"),
     ],
 )
 def test_error_names_the_rank_that_ended(end: str, message: str) -> None:

@@ -127,7 +127,7 @@ def test_existing_run_is_not_modified(pairs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fit(order, run, reporter=Reporter())
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    with pytest.raises(UserError, match=r"--resume.*another --out"):
+    with pytest.raises(UserError, match=r"resume=True.*another directory"):
         fit(order, run, reporter=Reporter())
     with pytest.raises(UserError, match=r"train\.lr: now 0\.5, then 0\.0053"):
         fit(load_recipe(tables(pairs, lr=0.5)), run, resume=True, reporter=Reporter())

@@ -195,7 +195,7 @@ def test_several_processes_do_not_split_a_batch(tmp_path: Path) -> None:
     first, second = (bytes(message.tolist()).decode() for message in run_ranks(2, run_rank, tmp_path))
     assert first == "lost True"
     assert "not enough memory for a batch" in second and "train.batch_tokens (now 77" in second
-    assert "--resume --workers 1" in second
+    assert "resume=True and train.workers=1" in second
 
 
 # A run

@@ -199,7 +199,7 @@ def test_unknown_parts_are_refused(settings: dict[str, Any], message: str, bases
 @pytest.mark.parametrize("settings", [{"parts": ["decoder"]}, {"lora": 2}])
 def test_parts_and_adapters_need_a_run_to_start_from(settings: dict[str, Any], tmp_path: Path) -> None:
     """Untrained weights would stay random."""
-    with pytest.raises(UserError, match=rf"train\.{next(iter(settings))}: .*--from RUN"):
+    with pytest.raises(UserError, match=rf"train\.{next(iter(settings))}: .*start_from=RUN"):
         train(tables("lm", tmp_path, steps=2, **settings), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -301,7 +301,7 @@ def test_error_names_all_changed_settings() -> None:
         "train.lr: now 0.001, then 0.0003",
         "model.encoder.layers: now 2, then 1",
         "data.train",
-        "another --out",
+        "another directory",
     ):
         assert text in str(error.value)
 
@@ -330,7 +330,9 @@ def test_existing_files_are_not_overwritten(files: list[str], resume: bool, reci
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text('{"mine": 1}')
     before = listing(out)
-    with pytest.raises(UserError, match=f"has {files[0].removesuffix('/mine.tsv').removesuffix('/x')}.*another --out"):
+    with pytest.raises(
+        UserError, match=f"has {files[0].removesuffix('/mine.tsv').removesuffix('/x')}.*another directory"
+    ):
         fit(recipe(), out, resume=resume, reporter=Reporter())
     assert listing(out) == before
 
@@ -339,7 +341,7 @@ def test_existing_files_are_not_overwritten(files: list[str], resume: bool, reci
 def test_converted_run_is_not_overwritten(resume: bool, bases: Path, recipe: MakeRecipe, tmp_path: Path) -> None:
     Run.load(bases / "lm").save(tmp_path / "run")
     before = listing(tmp_path / "run")
-    with pytest.raises(UserError, match=r"would overwrite; it is a run, but.*--from .*run --out NEW"):
+    with pytest.raises(UserError, match=r"would overwrite; it is a run, but.*start_from=.*run"):
         fit(recipe(), tmp_path / "run", resume=resume, reporter=Reporter())
     assert listing(tmp_path / "run") == before
 
@@ -347,7 +349,7 @@ def test_converted_run_is_not_overwritten(resume: bool, bases: Path, recipe: Mak
 def test_run_without_prepared_data_is_not_resumed(bases: Path, tmp_path: Path) -> None:
     shutil.copytree(bases / "lm", tmp_path / "run", ignore=lambda *_: ["training"])
     before = listing(tmp_path / "run")
-    with pytest.raises(UserError, match=r"cannot be resumed.*training/data.*--from"):
+    with pytest.raises(UserError, match=r"cannot be resumed.*training/data.*start_from"):
         fit(load_recipe({"train": {"steps": 30}}), tmp_path / "run", resume=True, reporter=Reporter())
     assert listing(tmp_path / "run") == before
 
@@ -384,7 +386,7 @@ def test_run_stopped_during_setup_starts_again_with_resume(
     (run / "tokenizer.json").write_text("of a shared vocabulary")
     before = listing(run)
     assert "recipe.toml" in before and "config.json" not in before
-    with pytest.raises(UserError, match=r"stopped here before its first step; repeat its command with --resume"):
+    with pytest.raises(UserError, match=r"stopped here before its first step; repeat it with resume=True"):
         fit(order, run, reporter=Reporter())
     assert listing(run) == before
     fit(order, run, resume=True, reporter=Reporter())
@@ -392,5 +394,5 @@ def test_run_stopped_during_setup_starts_again_with_resume(
 
 
 def test_empty_output_path_is_refused(recipe: MakeRecipe) -> None:
-    with pytest.raises(UserError, match="--out: is empty"):
+    with pytest.raises(UserError, match="out: is empty"):
         fit(recipe(), "", reporter=Reporter())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import sys
 import threading
 import traceback
@@ -40,6 +41,10 @@ VERBS = {
     "info": "Show parameters, FLOPs and memory of a model.",
     "average": "Average the weights of several runs.",
 }
+OPTIONS = {  # of settings in messages of the library
+    "data.train": "--data", "data.source": "--source", "data.target": "--target", "data.columns": "--columns",
+    "data.strict": "--strict", "train.start_from": "--from", "train.workers": "--workers",
+}  # fmt: skip
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 MEMORY_HINT = "smaller batches (--batch-tokens), fewer processes (--workers) or a smaller model need less"
@@ -132,7 +137,7 @@ def run() -> int:
         out("", end="", flush=True)
         return code if isinstance(code, int) else 0
     except UserError as error:
-        return _fail(str(error), 2)
+        return _fail(_with_options(str(error)), 2)
     except (OutputClosed, BrokenPipeError):
         _drop_output()
         return 0
@@ -159,6 +164,13 @@ def run() -> int:
             return 1
         fault = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return _fail(f"{fault}\n  this is a fault in regard, not in your input; REGARD_DEBUG=1 shows where", 1)
+
+
+def _with_options(message: str) -> str:
+    """A message of the library, whose advice is given as options: data.train=FILE becomes --data FILE."""
+    for key, option in OPTIONS.items():
+        message = re.sub(rf"\b{key}\b(?![.:=])", option, message.replace(f"{key}=", f"{option} "))
+    return message.replace("resume=True", "--resume")
 
 
 def _probable_option(name: str, command: Any) -> str:

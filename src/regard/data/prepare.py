@@ -78,12 +78,12 @@ class _Kind(NamedTuple):
     files: str
 
 
-_TABLE = "a table with --data FILE.tsv, or --source FILE and --target FILE"
+_TABLE = "a table with data.train=FILE.tsv, or data.source=FILE and data.target=FILE"
 KINDS: dict[Reads, _Kind] = {
     "pairs": _Kind(make_pairs, Corpus, _TABLE),
     "labelled": _Kind(make_pairs, Corpus, _TABLE),
-    "text": _Kind(make_text, Stream.open, "plain text with --data FILE.txt"),
-    "images": _Kind(make_images, Images, "images and labels with --data FILE.npz"),
+    "text": _Kind(make_text, Stream.open, "plain text with data.train=FILE.txt"),
+    "images": _Kind(make_images, Images, "images and labels with data.train=FILE.npz"),
 }
 
 
@@ -298,7 +298,9 @@ def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
         columns = ("source",)
         names = names or TEXT
     if "features" in data.columns and (data.source or data.valid_source):
-        raise UserError("data.columns: features are a column of a table (--data FILE.tsv); parallel files have none")
+        raise UserError(
+            "data.columns: features are a column of a table (data.train=FILE.tsv); parallel files have none"
+        )
     if data.train is not None:
         train = Corpora.of_tables(data.train, columns, names)
     elif data.source is not None and data.target is not None:
@@ -410,8 +412,8 @@ def _spool(corpora: Corpora, directory: Path, memory: InMemory | None = None) ->
     if corpora.paths == (MEMORY,):
         if memory is None:
             raise UserError(
-                "the data of this recipe was in memory when it was trained; give it again: --data FILE, or data= of "
-                "regard.train"
+                "the data of this recipe was in memory when it was trained; give it again: data.train=FILE, or data= "
+                "of regard.train"
             )
         return replace(corpora, parts=(memory.write(directory / f"spool-{len(list(directory.iterdir()))}"),))
     parts = []

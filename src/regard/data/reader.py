@@ -241,9 +241,8 @@ class LineCounter:
     def skip(self, reason: str, location: str, detail: str = "", *, tell: bool = False) -> None:
         """Count a line as skipped, or raise an error in strict mode; with `tell`, summaries also show the detail."""
         if self.strict:
-            raise UserError(
-                f"{location}: {reason}{detail and ': ' + detail}\n  without --strict such lines are skipped and counted"
-            )
+            advice = "without data.strict such lines are skipped and counted"
+            raise UserError(f"{location}: {reason}{detail and ': ' + detail}\n  {advice}")
         self.skipped[reason] += 1
         locations = self.locations.setdefault(reason, [])
         if len(locations) < MAX_LOCATIONS:
@@ -436,7 +435,7 @@ class Source(NamedTuple):
         if columns == 1:
             return "most lines have one column: is the separator a tab?"
         names = {2: "source,target", 3: "source,features,target"}.get(columns)
-        advice = f"; name them, for example --columns {names}" if names else ""
+        advice = f"; name them, for example data.columns={names}" if names else ""
         if self.prefix_column:
             advice = f" ({','.join(self.columns)} and the prefix)"
         expected = len(self.columns) + self.prefix_column

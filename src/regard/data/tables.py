@@ -98,7 +98,7 @@ class JsonlSource(Source):
     def hint(self, counter: LineCounter) -> str:
         if counter.skipped[COLUMNS] * 2 < counter.read:
             return ""
-        return f"most lines lack {' and '.join(self.keys)}; name the keys with --set column_names=[...]"
+        return f"most lines lack {' and '.join(self.keys)}; name the keys in data.column_names"
 
 
 class ParquetSource(JsonlSource):
@@ -153,7 +153,7 @@ class ParquetSource(JsonlSource):
             if key not in known:
                 raise UserError(
                     f"{self.name}: has no column {key!r:.100}{closest(key, known)}\n  columns: {', '.join(known)}; "
-                    f"name the ones to read with --set column_names=[...], in the order {','.join(self.columns)}"
+                    f"name the ones to read in data.column_names, in the order {','.join(self.columns)}"
                 )
 
     def hint(self, counter: LineCounter) -> str:
@@ -233,8 +233,8 @@ class Corpora:
                 raise UserError(f"{source} matches {plural(len(left), 'file')} but {target} matches {len(right)}")
             if named := [path for path in (*left, *right) if format_of(path) != "text"]:
                 raise UserError(
-                    f"{named[0]}: JSONL and Parquet have both sides in one file, in columns with names; give it with "
-                    "--data, and the names with --set column_names=[...]"
+                    f"{named[0]}: JSONL and Parquet have both sides in one file, in columns with names; name it in "
+                    "data.train, and the columns in data.column_names"
                 )
             parts += [Source(pair) for pair in zip(left, right, strict=True)]
             sizes.append(len(left))

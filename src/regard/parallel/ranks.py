@@ -29,7 +29,7 @@ WAIT_FOR_FIRST = datetime.timedelta(days=30)
 EXIT_SECONDS = 5.0  # grace period before ranks are killed
 EXIT_STATUS_SECONDS = 1.0
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
-RESUME = "the last checkpoint is safe, continue with --resume"
+RESUME = "the last checkpoint is safe, continue with resume=True"
 
 T = TypeVar("T")
 

@@ -270,8 +270,11 @@ class UnknownTokens:
         named = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
         shown = ", ".join(f"{shown_token(token)} {count:,}x" for token, count in named[:limit])
         rest = f" and {len(named) - limit:,} more" if len(named) > limit else ""
-        count = plural(self.total, f"unknown {noun}")
-        return f"{count} in {plural(self.texts, 'line')}: {shown}{rest}"
+        at_least = "at least " * (len(named) == MAX_DISTINCT)
+        times = f", {self.total:,} times" if self.total > len(named) else ""
+        return (
+            f"{at_least}{plural(len(named), f'unknown {noun}')}{times} in {plural(self.texts, 'line')}: {shown}{rest}"
+        )
 
 
 def shown_token(token: str) -> str:

@@ -33,7 +33,7 @@ PROGRESS = "progress.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp(\.old)?|\.tmp\w{6}")  # of regard.files and of the safetensors library
 _PREPARING = ("data.tmp", "data.tmp.old")  # temporary directories of `prepare`
-DAMAGED = "restore it from a copy, or begin a new run with the best weights of this one: --from RUN --out OTHER"
+DAMAGED = "restore it from a copy, or begin a new run with the best weights of this one: train.start_from=RUN"
 Tensors = dict[str, Tensor]
 Parts = dict[str, Tensors]
 Scores = dict[str, float]

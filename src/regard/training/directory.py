@@ -129,7 +129,7 @@ def is_finished(progress: Progress, recipe: Recipe) -> bool:
 def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Reporter, launched: int) -> Setup:
     """Open an existing run to continue it with the requested budget and `launched` processes."""
     if not is_prepared(path / TRAINING / DATA):
-        reason = f"its prepared data is missing ({TRAINING}/{DATA}); train it further with --from {path} --out NEW"
+        reason = f"its prepared data is missing ({TRAINING}/{DATA}); start a new run with train.start_from={path}"
         raise UserError(f"{path}: cannot be resumed because {reason}")
     saved = saved_recipe(path)
     require_saved(path, (CONFIG, RECIPE, *TOKENIZERS))
@@ -181,14 +181,14 @@ def is_run(run: Path) -> bool:
 def require_ours(run: Path) -> None:
     """Refuse a directory where training would overwrite files that it did not write."""
     if run.exists() and not run.is_dir():
-        raise UserError(f"{run}: is a file; --out takes a directory")
+        raise UserError(f"{run}: is a file, not a directory")
     names = _taken(run)
     if is_run(run) or stopped_in_setup(run) or not names:
         return
-    hint = "choose another --out"
+    hint = "choose another directory"
     with suppress(UserError):
         read_config(run)
-        hint = f"it is a run, but not one that can be resumed; train it further with --from {run} --out NEW"
+        hint = f"it is a run, but not one that can be resumed; start a new run with train.start_from={run}"
     raise UserError(f"{run}: has {', '.join(names)}, which training would overwrite; {hint}")
 
 
@@ -210,10 +210,10 @@ def _taken(run: Path) -> list[str]:
 def clear(run: Path, resume: bool) -> None:
     """Remove the files of a training that was stopped in its setup, except its data; without `resume`, refuse."""
     if is_run(run):
-        raise UserError(f"{run}: contains a run; continue it with --resume, or choose another --out")
+        raise UserError(f"{run}: contains a run; continue it with resume=True, or choose another directory")
     taken = _taken(run)
     if not resume and stopped_in_setup(run) and len(taken) > 1:  # prepared data without other files is reused
-        advice = "repeat its command with --resume, or choose another --out"
+        advice = "repeat it with resume=True, or choose another directory"
         raise UserError(f"{run}: a training was stopped here before its first step; {advice}")
     for name in WRITTEN_BEFORE_CONFIG.intersection(taken) - {f"{TRAINING}/{DATA}"}:
         files.remove(run / name)
@@ -255,7 +255,7 @@ def resumed_recipe(requested: Recipe, saved: Recipe, run: Path) -> Recipe:
             changed.append(f"{key}: now {value!r}, then {'as in the preset' if of_preset else repr(then.get(key))}")
     if changed:
         rule = "cannot resume with a changed recipe (only minutes, steps, epochs and workers may change)"
-        lines = [f"{run}: {rule}", *changed, "omit these settings, or start a new run with another --out"]
+        lines = [f"{run}: {rule}", *changed, "omit these settings, or start a new run in another directory"]
         raise UserError("\n  ".join(lines))
     changes = requested.train.model_dump(include=set(BUDGET))
     if all(value is None for value in changes.values()):

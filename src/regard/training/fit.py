@@ -77,7 +77,7 @@ def fit(
 ) -> TrainingReport:
     """Train a recipe, or continue the run in `out` with `resume`; a signal saves and raises Stopped (128 + signal)."""
     if not str(out):  # Path("") is the current directory
-        raise UserError("--out: is empty; name the directory for the run")
+        raise UserError("out: is empty; name the directory for the run")
     reporter = reporter or make_reporter()
     tune_allocator()
     threads = torch.get_num_threads()

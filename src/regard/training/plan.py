@@ -160,9 +160,9 @@ def _check_fit(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> None:
     if (infer_task(config) == "image") != images:
         raise UserError(f"{name}: {'images need a model with patches' if images else 'reads images'}")
     if task.name == "masked" and not config.predicts_tokens:
-        raise UserError(f"{name}: task masked needs a model that predicts tokens; add --set output=tokens")
+        raise UserError(f"{name}: task masked needs a model that predicts tokens; set output=tokens")
     if config.share_embeddings and not prepared.codec.one_vocabulary:
-        advice = "add --set text.shared=true, or --set share_embeddings=false"
+        advice = "set text.shared=true or share_embeddings=false"
         raise UserError(f"{name}: share_embeddings needs one vocabulary for both sides, but there are two; {advice}")
     lengths = _lengths(recipe, prepared)
     for side, stack in config.stacks.items():

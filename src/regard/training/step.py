@@ -166,7 +166,7 @@ class Stepper:
         key = "batch_examples" if self.train.batch_examples else "batch_tokens"
         return (
             "not enough memory for a batch, and only a single process splits batches; "
-            f"continue with --resume --workers 1,\n  or begin again with a lower train.{key} "
+            f"continue with resume=True and train.workers=1,\n  or begin again with a lower train.{key} "
             f"(now {getattr(self.train, key)}; train.accumulate keeps the size of a step) or with train.recompute=true"
         )
 

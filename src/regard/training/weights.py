@@ -37,7 +37,7 @@ def open_base(recipe: Recipe) -> Base | None:
     if recipe.train.start_from is None:
         if setting := "lora" if recipe.train.lora else "parts" if recipe.train.parts is not None else None:
             rest = "the rest of the model would keep its random weights"
-            raise UserError(f"train.{setting}: {rest}; name a run to start from (--from RUN)")
+            raise UserError(f"train.{setting}: {rest}; name a run to start from (train.start_from=RUN)")
         return None
     if recipe.preset != "auto":
         raise UserError(f"{recipe.train.start_from} brings its own model; leave preset {recipe.preset} out")
