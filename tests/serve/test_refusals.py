@@ -9,16 +9,21 @@ import socket
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
 
 from kit.models import letters
 from kit.server import serving
+from regard.config import Config, parse
 from regard.decode import search_inputs
+from regard.model import Model
 from regard.run import Run
 from regard.serve.bodies import GenerateBody, key_in_body
 from regard.serve.worker import BatchAnswerer, Cancelled, WorkerBatch
+from regard.text.codec import Codec
+from regard.text.tokenizer import Tokenizer
 
 KEY = "k" * 20
 ADMIN = "a" * 20
@@ -166,6 +171,17 @@ def test_limit_of_the_server_on_source_length_wins(client, runs):
             assert ("too_long" in short.get("flags", {})) == (limit == 5)
         assert client.post("/v1/score", {"pairs": [{"source": "a" * 30, "target": "b"}]}).json["results"]
         assert "20 (max_source)" in client.post("/translate", {"q": "a" * 30}).json["error"]
+
+
+def test_embedded_texts_are_bounded_where_the_model_reads_any_length():
+    codec = Codec(Tokenizer.train("char", ["abcd"], mask=True))
+    stack = {"layers": 1, "width": 16, "heads": 2, "ff": 32, "position": "sinusoid"}
+    sizes = {"source_vocab": codec.source_vocab, "target_vocab": codec.source_vocab, "ids": codec.ids.model_dump()}
+    config = parse(Config, {"encoder": stack, **sizes}, "test")
+    answerer = BatchAnswerer({"toy": Run(config, codec, Model(config).eval(), Path("toy"))})
+    texts = [{"source": "abc"}, {"source": "a" * 30}]
+    short, long = answerer.answer(WorkerBatch("toy", "embed", '{"max_source": 20}', texts))
+    assert len(short["vector"]) == 16 and long == {"error": "source: 30 tokens; at most 20 (max_source)", "status": 422}
 
 
 LARGE_ANSWERS = [

@@ -232,9 +232,9 @@ def _responses(route: Route) -> dict[str, Any]:
     ok: dict[str, Any] = {"description": "The answer.", "content": {"application/json": {"schema": {}}}}
     if route.body is not None and "stream" in route.body.model_fields:
         ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    statuses = [401, 429, 503, 504] if route.access != "open" else [503]
+    statuses = [401, 421, 429, 503, 504] if route.access != "open" else [503]
     if route.body is not None:
-        statuses = [400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504]
+        statuses = [400, 401, 403, 404, 408, 413, 415, 421, 422, 429, 500, 503, 504]
     schema = f"#/components/schemas/{'TextError' if route.libretranslate else 'Error'}"
     error = {JSON_TYPE: {"schema": {"$ref": schema}}}
     return {"200": ok} | {

@@ -160,13 +160,13 @@ class BatchAnswerer:
     def embed(self, batch: WorkerBatch) -> list[Result]:
         """Vectors of texts; a truncated text has a flag."""
         normalize = batch.settings.get("normalize", True)
-        answerer = Answerer([self.runs[batch.run]], Options(batch_tokens=EMBED_TOKENS))
         run = self.runs[batch.run]
-        rows = run.codec.source.encode([item["source"] for item in batch.inputs])
-        tokens = max(map(len, rows))
-        if run.config.top.max_positions is None and tokens > (most := batch.settings.get("max_source", tokens)):
-            raise UserError(f"source: {tokens} tokens; at most {most} (max_source)")
-        vectors, truncated, limit = answerer.embed([item["source"] for item in batch.inputs], normalize=normalize)
+        texts = [item["source"] for item in batch.inputs]
+        longest = max(map(len, run.codec.source.encode(texts)))
+        if run.config.top.max_positions is None and longest > (most := batch.settings.get("max_source", longest)):
+            raise UserError(f"source: {longest} tokens; at most {most} (max_source)")
+        answerer = Answerer([run], Options(batch_tokens=EMBED_TOKENS))
+        vectors, truncated, limit = answerer.embed(texts, normalize=normalize)
         results: list[Result] = [{"vector": [float(v) for v in row]} for row in vectors]
         for index, tokens in truncated.items():
             results[index]["flags"] = {"truncated": truncation({0: tokens}, limit)}
