@@ -37,7 +37,7 @@ from regard.text.tokenizer import Tokenizer
 FORMAT = 2  # of the record; data of format 1, by earlier versions, has no manifest
 NOTHING: Mapping[str, InMemory] = MappingProxyType({})
 RECORD = "prepared.json"
-DAMAGED = "restore it from a copy, or begin a new run with the best weights of this one: --from RUN --out OTHER"
+DAMAGED = "restore it from a copy, or begin a new run with the best weights of this one: train.start_from=RUN"
 MAX_NAMED_FILES = 5  # in a message
 POLL_SECONDS = 0.5  # while another process prepares the same data
 ROLES = ("training", "validation")
