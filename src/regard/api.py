@@ -23,6 +23,7 @@ from regard.answers import EMBED_TOKENS, Answerer, open_engine, truncation, unkn
 from regard.batch import windows
 from regard.config import parse, to_toml
 from regard.data.in_memory import in_memory
+from regard.data.pairs import read_table
 from regard.data.reader import MEMORY, Source
 from regard.decode.encoder_only import Classification
 from regard.decode.engine import TokenStream
@@ -298,7 +299,8 @@ class LoadedRun(Run):
         with TemporaryDirectory() as temporary:
             expected = named or self.codec.columns
             if isinstance(data, str | Path):
-                source = Source((str(data),), expected)
+                table = reads in ("pairs", "labelled")
+                source = read_table(str(data), expected) if table else Source((str(data),), expected)
             else:
                 source = in_memory(data, reads, columns=expected).write(Path(temporary) / "data")
             evaluation = evaluate_file(request, source)

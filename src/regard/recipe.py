@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationInfo, field_serializer, field_validator
+from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from regard.config import MAX_COUNT, Config, Count, Id, Problem, Rate, Stack, Value, parse
 from regard.errors import UserError, plural
@@ -58,9 +58,12 @@ class Data(Value):
     valid_source: tuple[str, ...] | None = option(None, "Validation sources.", metavar="FILE")
     valid_target: tuple[str, ...] | None = option(None, "Validation targets.", metavar="FILE")
     columns: tuple[Column, ...] = option(
-        ("source", "target"), "The meaning of the columns of a table: source, features, target.", metavar="NAMES"
+        ("source", "target"),
+        "The meaning of the columns of a table (source, features, target), or the names of these in the file (de,en).",
+        metavar="NAMES",
     )
-    column_names: tuple[str, ...] | None = option(None, "The names of these columns in JSONL and Parquet files.")
+    column_names: tuple[str, ...] | None = option(None, "The names of these columns in files that name their columns.")
+    header: bool | None = option(None, "Whether the first line of a TSV or CSV names its columns; found by default.")
     weights: tuple[Weight, ...] | None = option(None, "Sampling weights of the corpora.")
     temperature: Annotated[float, Field(gt=0)] | None = option(
         None, "Sample each corpus in proportion to its size to the power of 1/temperature."
@@ -87,6 +90,16 @@ class Data(Value):
     @field_serializer(*FILES, when_used="unless-none")
     def _one_or_more(self, files: tuple[str, ...]) -> str | list[str]:
         return files[0] if len(files) == 1 else list(files)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_as_columns(cls, values: Any) -> Any:
+        """Accept names of columns in the file in place of their meaning."""
+        names = values.get("columns") if isinstance(values, dict) and not values.get("column_names") else ()
+        meanings = {1: ["source", "target"], 2: ["source", "target"], 3: ["source", "features", "target"]}
+        if not isinstance(names, list | tuple) or any(name in get_args(Column) for name in names):
+            return values
+        return values | ({"columns": meanings[len(names)], "column_names": names} if len(names) in meanings else {})
 
     @field_validator("columns")
     @classmethod

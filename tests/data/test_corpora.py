@@ -76,9 +76,11 @@ def test_every_file_format_gives_the_same_prepared_data(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_columns_are_found_by_their_names(name: str, tmp_path: Path) -> None:
     expected = prepare_data(tmp_path / "expected", {"train": write(tmp_path / "plain.tsv", PAIRS)})
-    path = write(tmp_path / name, PAIRS, ("de", "en"))
-    assert rows(prepare_data(tmp_path / "found", {"train": path, "column_names": ["de", "en"]})) == rows(expected)
-    with pytest.raises(UserError, match="column_names") as error:
+    path = write(tmp_path / name, PAIRS, ("word ", "sound"))
+    for key in ("column_names", "columns"):
+        found = prepare_data(tmp_path / "found", {"train": path, key: ["word ", "sound"]})
+        assert rows(found) == rows(expected)
+    with pytest.raises(UserError, match=r"data\.columns") as error:
         prepare_data(tmp_path / "wrong", {"train": path})
     assert str(path) in str(error.value)
 
@@ -145,9 +147,7 @@ def test_parquet_blocks_depend_on_the_text(tmp_path: Path) -> None:
 
 def test_jsonl_and_parquet_are_refused_as_parallel_files(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", PAIRS)
-    with pytest.raises(
-        UserError, match=r"a\.jsonl: JSONL and Parquet have both sides in one file, .*; name it in data\.train"
-    ):
+    with pytest.raises(UserError, match=r"a\.jsonl: jsonl has both sides in one file, .*; name it in data\.train"):
         prepare_data(tmp_path / "data", {"source": [path], "target": [path]})
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from regard.data import tables as holdout
-from regard.data.pairs import find_columns
+from regard.data.pairs import laid_out
 from regard.data.prepare import prepare
+from regard.data.reader import Source
 from regard.data.tables import Splitter, valid_count
 from regard.recipe import Data, Recipe
 
@@ -70,24 +71,23 @@ def test_features_column_is_detected(columns: tuple[str, ...] | None, tmp_path: 
     ]
     names = columns or ("source", "target", "source")
     path.write_text("".join("\t".join(row[name] for name in names) + "\n" for row in rows))
-    assert find_columns(Recipe(data=Data(train=str(path)))) == columns
-    assert find_columns(Recipe(data=Data(train=str(path), columns=FEATURES[0]))) is None  # the recipe names the columns
-    assert find_columns(Recipe(task="lm", data=Data(train=str(path)))) is None
+    default = ("source", "target")
+    table = Source((str(path),), default, keys=default)
+    assert laid_out(table, None, ";").columns == (columns or default)
+    assert laid_out(table, default, ";").columns == default  # the recipe names the columns
     path.write_text("a\tb\n")
-    assert find_columns(Recipe(data=Data(train=str(path)))) is None
-    assert find_columns(Recipe(data=Data(train="nowhere.tsv"))) is None
+    assert laid_out(table, None, ";").columns == default
+    assert laid_out(Source(("nowhere.tsv",), keys=default), None, ";").columns == default
 
 
-def test_detected_columns_are_reported_and_returned(tmp_path: Path) -> None:
+def test_detected_columns_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "forms.tsv"
     path.write_text("".join(f"word{i}\t{'V;PST' if i % 2 else 'V;PRS'}\tworded{i}\n" for i in range(40)))
-    messages: list[str] = []
     recipe = Recipe(data=Data(train=str(path)))
     for _ in range(2):  # the second call opens the prepared data
-        prepared = prepare(recipe, tmp_path / "data", say=messages.append)
-        assert prepared.columns == prepared.codec.columns == FEATURES[0]
+        prepared = prepare(recipe, tmp_path / "data")
+        assert prepared.codec.columns == FEATURES[0]
         assert prepared.codec.features == ("PRS", "PST", "V")
-    assert messages == [f"columns: source, features, target, as in the first lines of {path}"] * 2
+        assert prepared.notes[0] == f"{path}: columns source, features, target"
     named = Recipe(data=Data(train=str(path), columns=FEATURES[0]))
-    assert prepare(named, tmp_path / "data", say=messages.append).columns is None
-    assert len(messages) == 2
+    assert prepare(named, tmp_path / "data").notes[0].startswith("source tokens")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -31,12 +31,13 @@ from regard.cli.options import (
 )
 from regard.cli.output import message, out, out_json, print_table
 from regard.config import parse
+from regard.data.pairs import read_table
 from regard.data.reader import STDIN, Source, shown
 from regard.data.tables import format_of
 from regard.errors import UserError, plural
 from regard.evaluate.evaluator import Evaluation, EvaluationOptions, EvaluationRequest, evaluate_file, parse_columns
 from regard.metrics import MEANING
-from regard.recipe import Column
+from regard.recipe import Column, Data
 from regard.run import Run
 from regard.tasks import NOT_EVALUATED, Reads
 
@@ -148,16 +149,21 @@ def _source(
         if columns or prefix_column:
             raise UserError("--columns, --prefix-column: there is no table; name FILE")
         return None
-    if format_of(table) == "jsonl" and (columns or prefix_column):
-        raise UserError(f"--columns, --prefix-column: {table} has JSON objects in its lines, with keys")
     names: tuple[Column, ...] = runs[0].codec.columns if runs else ("source", "target")
-    if columns:
+    keys = None
+    if columns and set(columns.split(",")).isdisjoint(get_args(Column)):
+        data = parse(Data, {"columns": columns.split(",")}, "--columns")
+        names = data.columns
+        keys = data.column_names
+    elif columns:
         names = parse_columns(columns, bool(references), "--columns")
+    if format_of(table) == "jsonl" and (prefix_column or (columns and not keys)):
+        raise UserError(f"--columns, --prefix-column: {table} has JSON objects in its lines, with keys")
     if target is not None and columns and "target" in names:
         raise UserError(f"--columns: the targets are in {shown(target)}; name the columns of {shown(table)} without it")
     if target is not None:
         names = tuple(name for name in names if name != "target")
-    return Source((table,), names, prefix_column=prefix_column)
+    return read_table(table, names, keys, prefix_column, message)
 
 
 def _print_scores(evaluation: Evaluation, name: str, against: str | None) -> None:

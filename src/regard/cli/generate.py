@@ -104,6 +104,8 @@ def command(
         lines = answerer.lines()
         if stream:
             _stream(answerer, lines)
+        elif out is not None and lines.table is not None:
+            raise UserError(f"--out: {file} is not divided into lines; write them as text or .jsonl")
         elif out is not None:
             write_shards(request, answerer, lines, out, ray)
         else:

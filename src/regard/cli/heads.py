@@ -52,7 +52,7 @@ def command(
     (opened,) = open_runs([run], device, threads)
     require_numbers(opened)
     counter = LineCounter(strict)
-    source = pairs_of(file, target, columns, opened.codec.columns)
+    source = pairs_of(file, target, columns, opened)
     announce_data(source, "pairs" if opened.task.seq2seq else opened.task.reads)
     data = read_task_data(opened, source, counter, examples)
     if counter.skipped:

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from queue import Queue
 from stat import S_ISREG
 from threading import Thread
@@ -18,6 +19,7 @@ from regard.answers import Answerer, generation_json, label_json, open_engine, u
 from regard.batch import windows
 from regard.cli import READER
 from regard.cli.output import json_line, message
+from regard.data.pairs import read_table
 from regard.data.reader import (
     BAD_REQUEST,
     COLUMNS,
@@ -93,6 +95,7 @@ class InputLines:
             raise UserError(f"{path}: no such file; {hint}")
         self.path = path
         self.jsonl = jsonl or format_of(path) == "jsonl"
+        self.table: Source | None = None  # a file in another format than text
         self.counter = LineCounter()
         self.unknown = UnknownTokens()
         self.targets_ignored = 0
@@ -102,6 +105,9 @@ class InputLines:
         self._target_at = codec.columns.index("target") if "target" in codec.columns else None
         self._prompts = prompts
         self._prefix_column = prefix_column
+        if not self.jsonl and (os.path.isdir(path) or format_of(path) != "text"):
+            names = ("text",) if prompts else None
+            self.table = read_table(path, tuple(self._names), names, prefix_column, message)
         if self.jsonl and prefix_column:
             raise UserError("--prefix-column: lines of JSON have no columns; give each its prefix by the key prefix")
 
@@ -109,6 +115,9 @@ class InputLines:
         """The lines, up to `count` at a time; from a pipe, the available lines, so that no line waits for the next."""
         names = [*(["text"] if self._prompts else self._names), *["prefix"] * self._prefix_column]
         announce_stdin(self.path, "a JSON object per line" if self.jsonl else columns_in_words(names))
+        if self.table is not None:
+            yield from windows(self._read_table(self.table), count)
+            return
         lines = read_lines(self.path)
         for batch in windows(lines, count) if _is_file(self.path) else _available(lines, count):
             yield self.parse(batch)
@@ -140,13 +149,19 @@ class InputLines:
         return remarks
 
     def _location(self, line: Line | InputLine) -> str:
-        return f"{shown(self.path)}:{line.number}"
+        return self.table.location(line.number) if self.table else f"{shown(self.path)}:{line.number}"
 
     def _read(self, line: Line) -> InputLine:
         self.counter.read += 1
         if line.problem:
             return self._bad(line, line.problem)
-        return self._from_json(line) if self.jsonl else self._from_columns(line)
+        return self._from_json(line) if self.jsonl else self._from_cells(line, line.text.split("\t"))
+
+    def _read_table(self, table: Source) -> Iterator[InputLine]:
+        for number, cells, problem, detail in chain.from_iterable(map(table.rows, table.chunks())):
+            self.counter.read += 1
+            line = Line(number, "\t".join(cells))
+            yield self._bad(line, problem, detail) if problem else self._from_cells(line, cells)
 
     def _bad(
         self, line: Line, reason: str, detail: str = "", source: str = "", extra: Mapping[str, Any] = {}
@@ -154,8 +169,7 @@ class InputLines:
         self.counter.skip(reason, self._location(line), detail, tell=bool(detail))
         return InputLine(line.number, Request(source), extra, detail or reason)
 
-    def _from_columns(self, line: Line) -> InputLine:
-        cells = line.text.split("\t")
+    def _from_cells(self, line: Line, cells: list[str]) -> InputLine:
         prefix = cells.pop() if self._prefix_column and len(cells) > 1 else ""
         if self._prompts:  # a prompt may contain tabs
             return InputLine(line.number, Request("\t".join(cells), None, prefix))

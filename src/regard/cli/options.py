@@ -16,11 +16,12 @@ from pydantic import BaseModel
 from regard.answers import is_small
 from regard.cli.output import message
 from regard.config import parse
+from regard.data.pairs import read_table
 from regard.data.reader import Source
 from regard.decode.request import ENGINES, EngineName, Options
 from regard.device import choose_device, tune_allocator
 from regard.errors import UserError
-from regard.recipe import Column, Data
+from regard.recipe import Data
 from regard.run import Run
 from regard.suggest import one_of
 
@@ -194,9 +195,11 @@ def open_runs(paths: Sequence[str], device: str = "cpu", threads: int | None = N
     return runs
 
 
-def pairs_of(path: str, target: str | None, columns: str | None, run_columns: tuple[Column, ...]) -> Source:
+def pairs_of(path: str, target: str | None, columns: str | None, run: Run) -> Source:
     """The pairs in one file or two, with the named columns or those of the run."""
     if target is not None:
         return Source((path, target))
-    names = parse(Data, {"columns": columns.split(",")}, "--columns").columns if columns else run_columns
-    return Source((path,), names)
+    named = parse(Data, {"columns": columns.split(",")} if columns else {}, "--columns")
+    table = run.task.reads in ("pairs", "labelled") or run.task.seq2seq
+    default = run.codec.columns if table else ("source",)
+    return read_table(path, named.columns if columns else default, named.column_names, say=message)

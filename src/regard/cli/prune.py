@@ -65,11 +65,11 @@ def command(
     (opened,) = open_runs([run], device, threads)
     require_numbers(opened)
     counter = LineCounter(strict)
-    learn = read_task_data(opened, pairs_of(data, target, columns, opened.codec.columns), counter)
+    learn = read_task_data(opened, pairs_of(data, target, columns, opened), counter)
     if valid is None:
         learn, held = split_data(learn)
     else:
-        held = read_task_data(opened, pairs_of(valid, None, columns, opened.codec.columns), counter)
+        held = read_task_data(opened, pairs_of(valid, None, columns, opened), counter)
     if counter.skipped:
         message(counter.summary())
     if not len(learn) or not len(held):

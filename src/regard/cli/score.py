@@ -62,7 +62,7 @@ def command(
     """Print the log-probability of each target given its source.
 
     Scores are natural logarithms and include the end token. Plain output is one number per line of PAIRS; nan stands
-    for a line that could not be used. --json adds the score of every token.
+    for a line that could not be used. A header has none. --json adds the score of every token.
 
     For a language model, a line is a text, or a prompt and its continuation, separated by a tab.
     """
@@ -75,10 +75,11 @@ def command(
         announce_stdin(pairs, "a text per line, or a prompt and its continuation, separated by a tab")
         located = _continuations(pairs, counter)
     else:
-        source = pairs_of(pairs, target, columns, runs[0].codec.columns)
+        source = pairs_of(pairs, target, columns, runs[0])
         announce_data(source, "pairs")
         located = source.read(counter)
-    ahead, behind = tee(_count_unknown(located, unknown, decoding.window))
+    rows: list[int] = []  # of the examples, from 1: a header is no row
+    ahead, behind = tee(_count_unknown(_note_rows(located, counter, rows), unknown, decoding.window))
     printed = 0
     scores = Answerer(runs, decoding).score(item.example for item in ahead)
     for scored, (number, example) in zip(scores, behind, strict=False):
@@ -88,14 +89,21 @@ def command(
         if json:
             out_json({"line": number, **score_json(example, scored)})
         else:
-            out("nan\n" * (number - printed - 1) + f"{scored.score:.6f}")
-            printed = number
+            row = rows.pop(0)
+            out("nan\n" * (row - printed - 1) + f"{scored.score:.6f}")
+            printed = row
     if not json:
         out("nan\n" * (counter.read - printed), end="")
     if counter.read:
         source.require(counter)
     for remark in [counter.summary()] * bool(counter.skipped) + unknown.remarks():
         message(remark)
+
+
+def _note_rows(located: Iterator[Located], counter: LineCounter, rows: list[int]) -> Iterator[Located]:
+    for item in located:
+        rows.append(counter.read)
+        yield item
 
 
 def _count_unknown(located: Iterator[Located], unknown: UnknownParts, count: int) -> Iterator[Located]:

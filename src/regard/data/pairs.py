@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
 from regard.data.encode import RATIO, TOO_SHORT, BlockEncoder, ExampleEncoder, Limits
-from regard.data.reader import READ_BYTES, LineCounter, Located, read_lines
+from regard.data.reader import READ_BYTES, LineCounter, Located, Source, read_lines
 from regard.data.store import SIDES, CorpusWriter
-from regard.data.tables import MAX_VALID, Corpora, Splitter, expand, format_of
+from regard.data.tables import (
+    MAX_VALID,
+    QUOTE,
+    Corpora,
+    CsvSource,
+    JsonlSource,
+    Splitter,
+    expand,
+    no_column,
+    open_table,
+)
 from regard.errors import UserError, plural
 from regard.files import open_file
 from regard.recipe import Column, Recipe
@@ -27,21 +39,146 @@ VALID_EXAMPLES = "valid.jsonl"
 MAX_LABELS = 10_000  # a column with more distinct texts does not hold labels
 MAX_FEATURES = 50_000  # a column with more distinct features does not hold features
 MIN_SAMPLE_BLOCKS = 64  # a sample of the text is drawn from at least this many blocks
-INSPECTED_LINES = 1_000  # to recognise a column of features
+INSPECTED_LINES = 1_000  # to recognise the layout of a table
+MIN_INSPECTED = 20
+# Usual names of columns in files.
+NAMES: dict[Column, str] = {
+    "source": "source src input text sentence word grapheme graphemes orthography spelling lemma",
+    "features": "features tags msd",
+    "target": "target tgt trg output label pronunciation phoneme phonemes ipa transcription translation form",
+}
+MEANINGS = {name: column for column, names in NAMES.items() for name in names.split()}
+LANGUAGE = re.compile("[a-z]{2,3}([-_][A-Za-z]+)?")
+WORD = re.compile(r"[^\W\d][\w-]*")
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+DIALECTS = [separator + escape for escape in ("", "\\") for separator in SEPARATORS]
+Say = Callable[[str], object]
 
 
-def find_columns(recipe: Recipe) -> tuple[Column, ...] | None:
-    """The columns of a TSV with three columns, one of which resembles features; None if the recipe names columns."""
-    path = expand(recipe.data.train[0])[0] if recipe.data.train else None
-    named = "columns" in recipe.data.model_fields_set or TASKS[recipe.task].reads != "pairs"
-    if named or path is None or not os.path.isfile(path) or format_of(path) != "text":
-        return None
-    rows = [line.text.split("\t") for line in islice(read_lines(path), INSPECTED_LINES) if line.text.strip()]
+def lay_out(recipe: Recipe, train: Corpora, valid: Corpora | None) -> tuple[Corpora, Corpora | None, list[str]]:
+    """The files with their layout, and notes about it. Validation files have the columns of the training files."""
+    notes: list[str] = []
+    reads = TASKS[recipe.task].reads
+    if reads == "images":
+        return train, valid, notes
+    named = reads == "text" or bool(recipe.data.model_fields_set & {"columns", "column_names"})
+    read = partial(laid_out, separator=recipe.text.feature_separator, header=recipe.data.header, say=notes.append)
+    parts = [read(part, part.columns if named else None) for part in train.parts]
+    if valid:
+        valid = replace(valid, parts=tuple(read(p, p.columns if named else parts[0].columns) for p in valid.parts))
+    if recipe.data.header is None and any(part.header for part in (*parts, *(valid.parts if valid else ()))):
+        notes.append("data.header = false reads the first line as an example")
+    return replace(train, parts=tuple(parts)), valid, notes
+
+
+def read_table(
+    path: str, columns: tuple[Column, ...], names: Sequence[str] | None = None, prefix: bool = False, say: Say = str
+) -> Source:
+    """The table in a file or a data set of one file, with its layout; `prefix`: it has a column of prefixes."""
+    files = expand(path, "test")
+    if len(files) > 1:
+        raise UserError(f"{path}: has {len(files)} files; name one of them, such as {files[0]}")
+    return laid_out(open_table(files[0], columns, names)._replace(prefix_column=prefix), columns, say=say)
+
+
+def laid_out(
+    source: Source, columns: tuple[Column, ...] | None, separator: str = "", header: bool | None = None, say: Say = str
+) -> Source:
+    """The table with the names, separators and quotes that its first lines show; `say` reports them.
+
+    Without `columns`, names or a column of features (texts divided by `separator`) decide on the columns, too. With
+    `header`, the first line names the columns; None: if it has their names, or is unlike all other lines.
+    """
+    text = type(source) is Source and len(source.columns) + source.prefix_column == 1  # a text per line
+    if text or source.packed or len(source.paths) > 1 or not isfile(source.paths[0]):
+        return source
+    named = source.keys != source.columns
+    if columns is not None:
+        source = source._replace(columns=columns, keys=source.keys if named else columns)
+    rows: list[list[str]] = []
+    layout = ""
+    if isinstance(source, JsonlSource):
+        names = source.column_names()
+    else:
+        lines = [line.text for line in islice(read_lines(source.paths[0]), INSPECTED_LINES)]
+        source, rows, layout = _split(source, lines)
+        names = [cell.strip() for cell in rows[0]] if rows and lines[0].strip() else []
+    keys = _usual_names(names)
+    if columns is None and {"source", "target"} <= keys.keys():
+        columns = tuple(keys)
+    wanted = columns or source.columns
+    by_name = set(wanted) <= keys.keys() and len(set(wanted)) == len(wanted) and not source.prefix_column
+    if isinstance(source, JsonlSource):
+        if named or not by_name or set(source.keys) <= set(names):
+            return source
+    else:
+        if header is None:
+            header = not set(source.keys).isdisjoint(names) if named else _is_header(names, rows[1:])
+        if not header:
+            wanted = columns or _columns_with_features(rows, separator) or source.columns
+            if layout or wanted != source.columns:
+                say(f"{source.name}: {layout}columns {', '.join(wanted)}")
+            return source._replace(columns=wanted, keys=())
+        if named and (missing := set(source.keys) - set(names)):
+            raise no_column(source, missing.pop(), names)
+        source = source._replace(header=tuple(names))
+        layout += "the first line is not an example but names the columns: "
+    if not named:
+        source = source._replace(columns=wanted, keys=tuple(keys[each] for each in wanted) if by_name else ())
+    say(f"{source.name}: {layout}{', '.join(f'{c} is {k}' for c, k in zip(source.columns, source.keys, strict=False))}")
+    return source
+
+
+def _split(source: Source, lines: Sequence[str]) -> tuple[Source, list[list[str]], str]:
+    """The first lines as rows, the table with the dialect of a CSV, and words about separators and quotes."""
+    if not isinstance(source, CsvSource):
+        rows = [line.split("\t") for line in lines if line.strip()]
+        for column, cells in enumerate(zip_longest(*rows, fillvalue=""), start=1):
+            quoted = sum(len(cell) > 1 and cell[0] == cell[-1] == QUOTE for cell in cells)
+            if quoted >= max(MIN_INSPECTED, 0.9 * len(rows)):
+                advice = "to read them as quotes of CSV, rename the file to .csv (tabs may remain)"
+                return source, rows, f"the quotes around column {column} are part of the text; {advice}; "
+        return source, rows, ""
+    tables = {}
+    for dialect in DIALECTS:
+        records = source._replace(dialect=dialect).records(lines, complete=len(lines) < INSPECTED_LINES)
+        rows = [cells for _, cells, *_ in records]
+        tables[dialect] = -sum(not 1 < len(cells) == len(rows[0]) for cells in rows), rows
+    dialect, (_, rows) = max(tables.items(), key=lambda item: item[1][0])
+    escape = " with backslashes" * (len(dialect) > 1)
+    quotes = f"cells in quotes{escape}" if any(QUOTE in line for line in lines) else "no quotes"
+    return source._replace(dialect=dialect), rows, f"{SEPARATORS[dialect[0]]} between columns, {quotes}; "
+
+
+def _usual_names(names: Sequence[str]) -> dict[Column, str]:
+    """The names of columns whose meaning is known, in their order; of two languages, the first is the source."""
+    known = [(column, name) for name in names if (column := MEANINGS.get(name.lower()))]
+    if len(known) > len(dict(known)):  # ambiguous
+        known = [(column, name) for column, name in known if column == name]
+    languages = [name for name in names if LANGUAGE.fullmatch(name)]
+    pair: tuple[Column, Column] = ("source", "target")
+    return dict(known or (zip(pair, languages, strict=True) if len(languages) == 2 else ()))
+
+
+def _is_header(names: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
+    """Whether a first line has usual names for both sides, or words in columns whose other cells have several words."""
+    usual = [MEANINGS.get(name.lower()) for name in names]
+    if len(names) < 2 or {"source", "target"} <= set(usual):
+        return len(names) > 1
+    columns = list(zip_longest(*others, fillvalue=""))
+    return (len(columns), len(others) >= MIN_INSPECTED) == (len(names), True) and all(
+        meaning or (WORD.fullmatch(name) and all(" " in cell.strip() for cell in cells))
+        for name, meaning, cells in zip(names, usual, columns, strict=True)
+    )
+
+
+def _columns_with_features(rows: Sequence[Sequence[str]], separator: str) -> tuple[Column, ...] | None:
+    """The columns of a table with three columns, one of which resembles features."""
     if not rows or any(len(row) != 3 for row in rows):
         return None
     orders: dict[int, tuple[Column, ...]] = {1: ("source", "features", "target"), 2: ("source", "target", "features")}
     for index, columns in orders.items():
-        cells = [row[index].split(recipe.text.feature_separator) for row in rows]
+        cells = [row[index].split(separator) for row in rows]
         lists = sum(len(cell) > 1 for cell in cells)
         features = {feature for cell in cells for feature in cell}
         # unlike words, features are few and repeat

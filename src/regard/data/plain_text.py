@@ -113,8 +113,9 @@ def read_pieces(source: Source | Corpora, counter: LineCounter) -> Iterator[str]
     Lines that are not UTF-8 are skipped. `\\r\\n` becomes `\\n`. A row of JSONL or Parquet may have several lines.
     """
     for part in source.parts:
-        if format_of(part.paths[0]) != "text":
-            for _, (text,) in open_table(part.paths[0], ("source",), part.keys or TEXT).cells(counter):
+        if type(part) is not Source or format_of(part.paths[0]) != "text":
+            table = open_table(part.paths[0], ("source",), part.keys or TEXT) if type(part) is Source else part
+            for _, (text,) in table.cells(counter):
                 yield from (f"{line}\n" for line in text.replace("\r\n", "\n").removesuffix("\n").split("\n"))
             continue
         with open_bytes(part.paths[0]) as stream:

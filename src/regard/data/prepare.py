@@ -22,13 +22,13 @@ from regard.config import parse
 from regard.data.encode import shards_of
 from regard.data.images import Images, make_images
 from regard.data.in_memory import InMemory
-from regard.data.pairs import VALID_EXAMPLES, find_columns, make_pairs, read_examples
+from regard.data.pairs import VALID_EXAMPLES, lay_out, make_pairs, read_examples
 from regard.data.plain_text import TEXT, Stream, make_text
 from regard.data.reader import MEMORY, STDIN, open_raw
 from regard.data.store import Corpus
-from regard.data.tables import Corpora
+from regard.data.tables import VALIDATION, Corpora, splits_of
 from regard.errors import UserError, plural
-from regard.recipe import Column, Data, Recipe
+from regard.recipe import Data, Recipe
 from regard.tasks import TASKS, Reads
 from regard.text.codec import Codec, Example, TextConfig
 from regard.text.learn import BaseText, requests
@@ -58,7 +58,6 @@ class Prepared(Generic[Kind]):
     labels: tuple[str, ...] = ()
     valid_examples: list[Example] = field(default_factory=list)  # of a corpus `valid`, in its order
     pixels: Pixels | None = None  # for images
-    columns: tuple[Column, ...] | None = None  # inferred from the content, if the recipe does not name columns
 
 
 class DataFile(NamedTuple):
@@ -98,14 +97,9 @@ def prepare(
     """Prepare the data of a recipe in `directory`, or open it if it was prepared from the same files and settings.
 
     `base` holds the tokenizers of the run to start from, `memory` the data that the recipe names `<memory>` (train,
-    valid). `say` receives messages about inferred columns and about waiting for another process.
+    valid). `say` receives messages about waiting for another process.
     """
     path = Path(directory)
-    columns = find_columns(recipe)
-    if columns is not None:
-        if say is not None:
-            say(f"columns: {', '.join(columns)}, as in the first lines of {', '.join(recipe.data.train or ())}")
-        recipe = recipe.with_data(columns=columns)
     train, valid = sources(recipe)
     if TASKS[recipe.task].reads == "pairs":
         requests(recipe.text)
@@ -114,7 +108,7 @@ def prepare(
         now = fingerprint(recipe, train, valid)
         if now == record["made_from"] and None not in now.values() and not find_damage(path):
             shutil.rmtree(shards_of(path), ignore_errors=True)  # a process was killed before it removed them
-            return replace(open_prepared(path), columns=columns)
+            return open_prepared(path)
 
     def make(path: Path) -> None:
         """Write the data; use the shards of a killed process and remove its other files."""
@@ -131,7 +125,7 @@ def prepare(
         if _take_from_cache(entry, now, path, make, say or (lambda _: None)):
             notes.append(f"data: prepared before, in {entry}")
     prepared = open_prepared(path)
-    return replace(prepared, notes=[*notes, *prepared.notes], columns=columns)
+    return replace(prepared, notes=[*notes, *prepared.notes])
 
 
 def _cache_key(made_from: dict[str, str | None], base: BaseText | None) -> str:
@@ -208,7 +202,9 @@ def _write(
     valid = valid and _spool(valid, path, memory.get("valid"))
     before = _stamps(train, valid)
     record: dict[str, Any] = {"format": FORMAT, "task": recipe.task}
+    train, valid, notes = lay_out(recipe, train, valid)
     record |= KINDS[TASKS[recipe.task].reads].write(recipe, train, valid, path, base, processes)
+    record["notes"] = [*notes, *record["notes"]]
     if _stamps(train, valid) != before:
         raise UserError(f"{train.name}: changed while it was read; start again when it is complete")
     record["made_from"] = made_from = fingerprint(recipe, train, valid)
@@ -302,16 +298,18 @@ def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
             "data.columns: features are a column of a table (data.train=FILE.tsv); parallel files have none"
         )
     if data.train is not None:
-        train = Corpora.of_tables(data.train, columns, names)
+        train = Corpora.of_tables(data.train, columns, names, "train")
     elif data.source is not None and data.target is not None:
         train = Corpora.of_parallel(data.source, data.target, ("data.source", "data.target"))
     else:
         raise UserError(f"no training data: give {KINDS[TASKS[recipe.task].reads].files}")
     valid = None
     if data.valid is not None:
-        valid = Corpora.of_tables(data.valid, columns, names)
+        valid = Corpora.of_tables(data.valid, columns, names, *VALIDATION)
     elif data.valid_source is not None and data.valid_target is not None:
         valid = Corpora.of_parallel(data.valid_source, data.valid_target, ("data.valid_source", "data.valid_target"))
+    elif data.train is not None and set(VALIDATION) & set(splits_of(data.train[0])):
+        valid = Corpora.of_tables(data.train[:1], columns, names, *VALIDATION)
     _require_task(recipe, train, valid)
     return train, valid
 
@@ -339,7 +337,8 @@ def fingerprint(recipe: Recipe, train: Corpora, valid: Corpora | None) -> dict[s
     values["data.max_length"] = str(recipe.data.max_length)
     if len(train.sizes) > 1:
         values["data.corpora"] = ",".join(map(str, train.sizes))
-    for name in ("column_names", "min_length", "max_ratio", "deduplicate", "strict"):  # strict, because it rejects data
+    # strict, because it rejects data
+    for name in ("column_names", "header", "min_length", "max_ratio", "deduplicate", "strict"):
         if (value := getattr(recipe.data, name)) != Data.model_fields[name].default:
             values[f"data.{name}"] = str(value)
     return values | {role: _digest(path) for role, _, path in _files(train, valid)}

@@ -33,7 +33,7 @@ _OTHER_FORMATS = {
     b"PK\x03\x04": "a zip archive; unpack it first",
     b"BZh": "bzip2 data; only .gz and .zst are read directly",
     b"\xfd7zXZ": "xz data; only .gz and .zst are read directly",
-    b"PAR1": "a Parquet file; training reads it if its name ends in .parquet; otherwise, write tab-separated text",
+    b"PAR1": "a Parquet file, which is read as a table if its name ends in .parquet",
 }
 _REASONS: dict[type[Exception], str] = {
     FileNotFoundError: "no such file",
@@ -140,6 +140,7 @@ TOO_LONG = "too long"
 NO_MEMORY = "too large for the memory"
 UNMET = "with a constraint that cannot be met"
 BAD_REQUEST = "not a valid request"
+BAD_QUOTES = "wrong quotes"
 NOT_JSON = "not a JSON object"
 NOT_TEXT = "not text"
 MAX_LOCATIONS = 5  # recorded per reason
@@ -301,6 +302,8 @@ class Source(NamedTuple):
     packed: bool = False  # whether the file is a copy of rows in memory: each line is a JSON list of cells
     prefix_column: bool = False  # whether a last column, after `columns`, holds prefixes of outputs
     keys: tuple[str, ...] = ()  # the names of the columns in a file that names its columns
+    header: tuple[str, ...] = ()  # all names in the first line of the file, if it names its columns
+    dialect: str = ""  # of CSV: the separator of cells, and the character that escapes quotes, if any
 
     def location(self, number: int, file: int = 0) -> str:
         """The name of a line, or of a row in memory."""
@@ -375,8 +378,25 @@ class Source(NamedTuple):
 
     def rows(self, chunk: Chunk) -> Iterator[Cells]:
         """Yield every row of a table; a row with a problem has no cells."""
+        return self._named_rows(self.parse(chunk)) if self.header else self.parse(chunk)
+
+    def _named_rows(self, rows: Iterator[Cells]) -> Iterator[Cells]:
+        """The rows after the header, with the cells of the columns `keys`, or with all cells."""
+        places = [self.header.index(key) for key in self.keys]
+        for number, cells, problem, detail in rows:
+            if places and len(cells) == len(self.header):
+                cells = [cells[place] for place in places]
+            elif places and any(map(str.strip, cells)):
+                problem = COLUMNS
+                detail = f"{len(cells)} instead of {len(self.header)} ({','.join(self.header)})"
+            if number > 1:
+                yield number, cells if not problem else [], problem, detail
+
+    def parse(self, chunk: Chunk) -> Iterator[Cells]:
+        """Yield all cells of every row."""
         first, (block,) = chunk
-        single_column = len(self.columns) + self.prefix_column == 1  # then a tab is part of the text
+        width = max(len(self.columns) + self.prefix_column, len(self.header))
+        single_column = width == 1  # then a tab is part of the text
         for number, line in enumerate(decode_lines(block, first), first):
             if isinstance(line, Line):
                 yield number, [], line.problem or "", ""

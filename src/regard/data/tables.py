@@ -1,15 +1,19 @@
-"""Tables in all formats (TSV, JSONL, Parquet), data sets of several files, duplicates, and the validation split."""
+"""Tables in all formats (TSV, CSV, JSONL, Parquet, Arrow), data sets of several files, duplicates, validation split."""
 
 from __future__ import annotations
 
+import csv
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from hashlib import blake2b
 from importlib import import_module
-from os.path import exists, getsize, isfile
+from os.path import exists, getsize, isdir, isfile
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
@@ -17,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.data.reader import (
+    BAD_QUOTES,
     COLUMNS,
     COMPRESSIONS,
     MEMORY,
@@ -31,30 +36,32 @@ from regard.data.reader import (
     Source,
     decode_lines,
     open_raw,
+    read_chunks,
+    read_lines,
 )
 from regard.errors import UserError, missing_extra, plural, shown_value
 from regard.recipe import Column
 from regard.suggest import closest
 from regard.text.tokenizer import SURROGATE
 
-Format = Literal["text", "jsonl", "parquet"]
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-PARQUET_SUFFIXES = (".parquet", ".pq")
+Format = Literal["text", "csv", "jsonl", "parquet"]
+SUFFIXES: dict[str, Format] = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+SUFFIXES.update(dict.fromkeys((".parquet", ".pq", ".arrow"), "parquet"))
 PARQUET_ROWS = 8192  # per batch
 PARQUET_BUFFER_BYTES = 1 << 20  # per column; by default, pyarrow reads a whole row group into memory
+QUOTE = '"'
+TRANSLATION = "translation"  # in Hugging Face data, a column with a text for each language
 
 
 def format_of(path: str) -> Format:
-    """The format of a file, decided by its name; "text" (for example stdin) includes tables without column names."""
-    if path.endswith(PARQUET_SUFFIXES):
-        return "parquet"
+    """The format of a file, decided by its name; "text" (for example stdin) includes TSV."""
     for suffix in COMPRESSIONS:
         path = path.removesuffix(suffix)
-    return "jsonl" if path.endswith(JSONL_SUFFIXES) else "text"
+    return SUFFIXES.get(os.path.splitext(path)[1], "text")
 
 
 def open_table(path: str, columns: tuple[Column, ...], names: Sequence[str] | None) -> Source:
-    """The table in a file. `names` are the column names in JSONL and Parquet files, by default `columns`."""
+    """The table in a file. `names` are the column names in files with named columns, by default `columns`."""
     return SOURCES[format_of(path)]((path,), columns, keys=tuple(names or columns))
 
 
@@ -79,7 +86,15 @@ class JsonlSource(Source):
             else:
                 yield number, [], NOT_JSON, f"{shown_value(row)} instead of an object"
 
+    def column_names(self) -> list[str]:
+        """The names of the columns, or the languages of translations: the keys of the first object."""
+        with suppress(ValueError, RecursionError, AttributeError):  # reported when the line is read
+            row = json.loads(next(read_lines(self.paths[0]), Line(1, "{}")).text)
+            return list(dict(row[TRANSLATION] if isinstance(row.get(TRANSLATION), dict) else row))
+        return []
+
     def _named_cells(self, number: int, row: dict[str, Any]) -> Cells:
+        row = _flat(row)
         cells = [row.get(key, "") for key in self.keys]
         for index, cell in enumerate(cells):
             if cell is None:
@@ -98,7 +113,7 @@ class JsonlSource(Source):
     def hint(self, counter: LineCounter) -> str:
         if counter.skipped[COLUMNS] * 2 < counter.read:
             return ""
-        return f"most lines lack {' and '.join(self.keys)}; name the keys in data.column_names"
+        return f"most lines lack {' and '.join(self.keys)}; name the keys in data.columns"
 
 
 class ParquetSource(JsonlSource):
@@ -113,9 +128,13 @@ class ParquetSource(JsonlSource):
         """Yield chunks of at least `size` bytes, for row groups of any size."""
         first = 1
         batches: list[Any] = []
-        with self._open() as file:
-            for batch in file.iter_batches(PARQUET_ROWS, columns=list(self.keys), use_threads=False):
-                batches.append(batch)
+        with self._open() as (names, file):
+            if missing := [key for key in self.keys if key not in names]:
+                raise no_column(self, missing[0], list(names))
+            columns = list(dict.fromkeys(names[key] for key in self.keys))
+            stream = self.paths[0].endswith(".arrow")
+            for batch in file if stream else file.iter_batches(PARQUET_ROWS, columns=columns, use_threads=False):
+                batches.append(batch.select(columns))
                 if sum(each.nbytes for each in batches) >= size:
                     yield first, (_pack(batches),)
                     first += sum(map(len, batches))
@@ -132,35 +151,123 @@ class ParquetSource(JsonlSource):
         for number, row in enumerate(rows, first):
             yield self._named_cells(number, row)
 
+    def column_names(self) -> list[str]:
+        with self._open() as (names, _):
+            return [name for name, column in names.items() if column != name] or list(names)
+
     @contextmanager
-    def _open(self) -> Iterator[Any]:
-        """Open the file with pyarrow and check that it has the columns."""
+    def _open(self) -> Iterator[tuple[dict[str, str], Any]]:
+        """Open the file -> the column of the file for each name, and the Parquet file or stream of Arrow."""
         try:
             arrow = import_module("pyarrow")
             parquet = import_module("pyarrow.parquet")
         except ImportError:
-            raise missing_extra(f"{self.name}: a Parquet file", "pyarrow", "corpora") from None
+            raise missing_extra(f"{self.name}: a Parquet or Arrow file", "pyarrow", "corpora") from None
         with open_raw(self.paths[0]) as raw:
             try:
-                with parquet.ParquetFile(raw, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
-                    self._require_columns(file.schema_arrow.names)
-                    yield file
+                if stream := self.paths[0].endswith(".arrow"):
+                    file = arrow.ipc.open_stream(raw)
+                else:
+                    file = parquet.ParquetFile(raw, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False)
+                schema = file.schema if stream else file.schema_arrow
+                nested = schema.field(TRANSLATION).type if TRANSLATION in schema.names else ()
+                languages = [each.name for each in nested] if nested and arrow.types.is_struct(nested) else []
+                yield dict.fromkeys(languages, TRANSLATION) | {name: name for name in schema.names}, file
             except (arrow.ArrowException, OSError) as error:
                 raise UserError(f"{self.name}: not a readable Parquet file: {error}") from None
-
-    def _require_columns(self, known: Sequence[str]) -> None:
-        for key in self.keys:
-            if key not in known:
-                raise UserError(
-                    f"{self.name}: has no column {key!r:.100}{closest(key, known)}\n  columns: {', '.join(known)}; "
-                    f"name the ones to read in data.column_names, in the order {','.join(self.columns)}"
-                )
 
     def hint(self, counter: LineCounter) -> str:
         return ""
 
 
-SOURCES: dict[Format, type[Source]] = {"text": Source, "jsonl": JsonlSource, "parquet": ParquetSource}
+class CsvSource(Source):
+    """A CSV file. A record is counted as one line, even if a cell in quotes has several."""
+
+    __slots__ = ()
+
+    def chunks(self, size: int = 0) -> Iterator[Chunk]:
+        """Yield chunks of whole records."""
+        rest: list[bytes] = []  # lines that do not complete a record
+        first = 1
+        for _, (block,) in read_chunks(self.paths[0], size):
+            lines = [*rest, *block.split(b"\n")]
+            records = self.records(decode_lines(b"\n".join(lines), first), complete=False)
+            end = max((end for *_, end in records), default=0)
+            if end:
+                yield first, (b"\n".join(lines[:end]),)
+            rest = lines[end:]
+            first += end
+        if rest:
+            yield first, (b"\n".join(rest),)
+
+    def parse(self, chunk: Chunk) -> Iterator[Cells]:
+        first, (block,) = chunk
+        for begin, cells, problem, detail, _ in self.records(decode_lines(block, first)):
+            yield first + begin, cells, problem, detail
+
+    def records(
+        self, lines: Sequence[str | Line], complete: bool = True
+    ) -> Iterator[tuple[int, list[str], str, str, int]]:
+        """Yield the index of the first line of each record, its cells, problem and detail, and the end of its lines.
+
+        Unless the lines are `complete`, a record that they do not complete is left out.
+        """
+        separator, escape = self.dialect[:1] or ",", self.dialect[1:] or None
+        end = 0
+        while end < len(lines):
+            begin = end
+            end += 1
+            line = lines[begin]
+            if isinstance(line, str) and QUOTE not in line and not escape:
+                yield begin, line.split(separator), "", "", end
+                continue
+            texts = (f"{getattr(each, 'text', each)}\n" for each in map(lines.__getitem__, range(begin, len(lines))))
+            reader = csv.reader(texts, delimiter=separator, escapechar=escape, strict=True)
+            try:
+                cells, problem, detail = next(reader), "", ""
+                end = begin + reader.line_num
+            except csv.Error as error:
+                if not complete and begin + reader.line_num == len(lines):
+                    return
+                cells, problem, detail = [], BAD_QUOTES, str(error)
+            problem = next((each.problem for each in lines[begin:end] if isinstance(each, Line)), None) or problem
+            yield begin, [] if problem else cells, problem, detail, end
+
+
+SOURCES: dict[Format, type[Source]] = {"text": Source, "jsonl": JsonlSource, "csv": CsvSource, "parquet": ParquetSource}
+VALIDATION = ("validation", "valid", "val", "dev")
+SPLIT = re.compile(rf"(?:^|[/_.-])(train|test|{'|'.join(VALIDATION)})(?=[/_.-])")
+
+
+def splits_of(directory: str) -> dict[str, list[str]]:
+    """The files of each split in a directory that `datasets` has saved, or in a directory of Parquet files."""
+    path = Path(directory)
+    files = []
+    try:
+        for state in sorted(path.rglob("state.json")):
+            entries = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+            files += [state.parent / entry["filename"] for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{directory}: not a data set that save_to_disk has written: {error}") from None
+    splits: dict[str, list[str]] = {}
+    for file in files or sorted(path.rglob("*.parquet")):
+        name = file.relative_to(path).as_posix()
+        split = SPLIT.search(name)
+        splits.setdefault(split[1] if split else os.path.dirname(name), []).append(str(file))
+    return splits
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Hugging Face data, with the texts of its `translation` by language."""
+    texts = row.get(TRANSLATION)
+    return {**texts, **row} if isinstance(texts, dict) else row
+
+
+def no_column(source: Source, key: str, known: Sequence[str]) -> UserError:
+    return UserError(
+        f"{source.name}: has no column {key!r:.100}{closest(key, known)}\n  columns: {', '.join(known)}; name those to "
+        f"read in data.columns, in the order {','.join(source.columns)}"
+    )
 
 
 def _pack(batches: list[Any]) -> bytes:
@@ -187,8 +294,18 @@ COMPRESSION_RATIO = 3  # approximate
 Mask = NDArray[np.bool_]
 
 
-def expand(entry: str) -> list[str]:
-    """The files that match an entry of a recipe, sorted by name; the entry itself if no file matches."""
+def expand(entry: str, *splits: str) -> list[str]:
+    """The files that match an entry of a recipe, sorted by name; the entry itself if no file matches.
+
+    Of a directory with several splits, the first of `splits` that it has.
+    """
+    if isdir(entry):
+        parts = splits_of(entry)
+        names = list(parts) if len(parts) == 1 else [name for name in splits if name in parts]
+        if not names:
+            content = f"with splits; name one: {', '.join(parts)}" if parts else "without a data set or Parquet files"
+            raise UserError(f"{entry}: is a directory {content}")
+        return parts[names[0]]
     if entry in (STDIN, MEMORY) or exists(entry) or not has_magic(entry):
         return [entry]
     return sorted(path for path in glob(entry, recursive=True) if isfile(path)) or [entry]
@@ -212,8 +329,11 @@ class Corpora:
     duplicates: Duplicates | None = None
 
     @classmethod
-    def of_tables(cls, entries: Sequence[str], columns: tuple[Column, ...], names: Sequence[str] | None) -> Corpora:
-        files = [expand(entry) for entry in entries]
+    def of_tables(
+        cls, entries: Sequence[str], columns: tuple[Column, ...], names: Sequence[str] | None, *splits: str
+    ) -> Corpora:
+        """The tables in files; of data sets with several `splits`, the first of these."""
+        files = [expand(entry, *splits) for entry in entries]
         parts = [open_table(path, columns, names) for paths in files for path in paths]
         if entries == (MEMORY,):
             parts = [Source((MEMORY,), columns, packed=True)]
@@ -233,8 +353,8 @@ class Corpora:
                 raise UserError(f"{source} matches {plural(len(left), 'file')} but {target} matches {len(right)}")
             if named := [path for path in (*left, *right) if format_of(path) != "text"]:
                 raise UserError(
-                    f"{named[0]}: JSONL and Parquet have both sides in one file, in columns with names; name it in "
-                    "data.train, and the columns in data.column_names"
+                    f"{named[0]}: {format_of(named[0])} has both sides in one file, in columns with names; name it "
+                    "in data.train, and the columns in data.columns"
                 )
             parts += [Source(pair) for pair in zip(left, right, strict=True)]
             sizes.append(len(left))
@@ -262,7 +382,7 @@ class Corpora:
     @property
     def text_size(self) -> int:
         """The approximate size of the text in bytes; missing files are ignored here and reported when they are read."""
-        compressed = (*COMPRESSIONS, *PARQUET_SUFFIXES)
+        compressed = (*COMPRESSIONS, ".parquet", ".pq")
         return sum(
             getsize(path) * (COMPRESSION_RATIO if path.endswith(compressed) else 1)
             for path in self.paths
@@ -328,11 +448,12 @@ class Duplicates:
             begin = len(packed) // 8
             self._begins.append(begin)
             counter = LineCounter()
-            for number, (source, target, features) in part.read(counter):
-                text = "\n".join((source, target or "", features or ""))
-                packed += bytes(8 * (begin + number - 1) - len(packed))
-                packed += blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-            packed += bytes(8 * (begin + counter.read) - len(packed))
+            for chunk in part.chunks():
+                for number, (source, target, features) in part.read_chunk(chunk, counter):
+                    text = "\n".join((source, target or "", features or ""))
+                    packed += bytes(8 * (begin + number - 1) - len(packed))
+                    packed += blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+                packed += bytes(8 * (begin + chunk[0] - 1 + part.chunk_lines(chunk)) - len(packed))
         hashes = np.frombuffer(packed, np.uint64)
         self._mask = np.zeros(len(hashes), np.bool_)
         for partition in range(PARTITIONS):

@@ -71,10 +71,10 @@ class ParallelFiles:
                     f"{plural(len(lines), 'line')}; both need the same number of lines"
                 )
         data = ParallelData([], [], outputs={path: [] for path in self.outputs})
-        for number, request, targets in rows:
+        for index, number, request, targets in rows:
             location = self.table.location(number) if self.table else f"{self.name}:{number}"
-            others = {path: files[path][number - 1] for path in self.references}
-            problems = [(line.problem, f"{shown(path)}:{number}") for path, line in others.items() if line.problem]
+            others = {path: files[path][index - 1] for path in self.references}
+            problems = [(line.problem, f"{shown(path)}:{index}") for path, line in others.items() if line.problem]
             if problems:
                 counter.skip(*problems[0])
                 continue
@@ -83,9 +83,9 @@ class ParallelFiles:
                 counter.skip(EMPTY, location, "reference")
                 continue
             for path in self.outputs:
-                line = files[path][number - 1]
+                line = files[path][index - 1]
                 if line.problem:
-                    raise UserError(f"{shown(path)}:{number}: {line.problem}; outputs must be readable")
+                    raise UserError(f"{shown(path)}:{index}: {line.problem}; outputs must be readable")
                 data.outputs[path].append(line.text)
             data.inputs.append(request)
             data.references.append(references)
@@ -96,12 +96,13 @@ class ParallelFiles:
             raise UserError(f"{self.name}: no usable reference: {counter.summary()}")
         return data
 
-    def _rows(self, counter: LineCounter, lines: int) -> list[tuple[int, Request, tuple[str, ...]]]:
-        """Number, request and targets of every usable line of the table, or of `lines` lines without a table."""
+    def _rows(self, counter: LineCounter, lines: int) -> list[tuple[int, int, Request, tuple[str, ...]]]:
+        """Every usable row of the table, or `lines` rows without a table: row and line, from 1, request and targets."""
         if self.table is None:
             counter.read = lines
-            return [(number + 1, Request(""), ()) for number in range(lines)]
-        if format_of(self.table.paths[0]) == "jsonl" and not self.table.packed:
+            return [(number, number, Request(""), ()) for number in range(1, lines + 1)]
+        jsonl = format_of(self.table.paths[0]) == "jsonl" and not self.table.packed
+        if jsonl and self.table.keys in ((), self.table.columns):
             return list(_requests(self.table, counter))
         rows = []
         names = [*self.table.columns, *["prefix"] * self.table.prefix_column]
@@ -109,11 +110,11 @@ class ParallelFiles:
             values = dict(zip(names, cells, strict=True))
             request = Request(values["source"], values.get("features"), values.get("prefix", ""))
             targets = [cell for name, cell in zip(names, cells, strict=True) if name == "target" and cell.strip()]
-            rows.append((number, request, tuple(targets)))
+            rows.append((counter.read, number, request, tuple(targets)))
         return rows
 
 
-def _requests(table: Source, counter: LineCounter) -> Iterator[tuple[int, Request, tuple[str, ...]]]:
+def _requests(table: Source, counter: LineCounter) -> Iterator[tuple[int, int, Request, tuple[str, ...]]]:
     """Parse JSONL: the keys of an object are the fields of a request, and `target`, a text or a list of references."""
     fields = [name for name in Request.model_fields if name != "features" or "features" in table.columns]
     for line in read_lines(table.paths[0]):
@@ -130,7 +131,7 @@ def _requests(table: Source, counter: LineCounter) -> Iterator[tuple[int, Reques
             counter.skip(BAD_REQUEST, location, str(error), tell=True)
             continue
         if request.source.strip():
-            yield line.number, request, targets
+            yield line.number, line.number, request, targets
         else:
             counter.skip(EMPTY, location, "source")
 

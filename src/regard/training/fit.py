@@ -156,8 +156,6 @@ def _begin(order: _Order, launch: Launch, device: torch.device) -> New:
     prepared = prepare(
         recipe, path / TRAINING / DATA, base=base and base.text, memory=memory, processes=cores(), say=reporter.say
     )
-    if prepared.columns is not None:
-        recipe = recipe.with_data(columns=prepared.columns)
     for note in prepared.notes:
         reporter.say(note)
     plan = plan_run(recipe, base and base.config, prepared, device, launch.processes, reporter)
