@@ -246,7 +246,7 @@ def splits_of(directory: str) -> dict[str, list[str]]:
     try:
         for state in sorted(path.rglob("state.json")):
             entries = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
-            files += [state.parent / entry["filename"] for entry in entries]
+            files += [state.parent / Path(entry["filename"]).name for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory}: not a data set that save_to_disk has written: {error}") from None
     splits: dict[str, list[str]] = {}
