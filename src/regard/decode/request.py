@@ -21,6 +21,7 @@ Precision = Literal["fp32", "bf16", "int8"]
 Utility = Literal["chrf", "bleu", "edit", "exact"]
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)  # as in JSON
 HeadIndex = Annotated[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], FromList]  # layer, head
+HeadList = Annotated[tuple[HeadIndex, ...], FromList]
 Weight = Annotated[float, Field(gt=0)]
 MAX_HYPOTHESES = 10_000
 Hypotheses = Annotated[int, Field(ge=1, le=MAX_HYPOTHESES, strict=True)]
@@ -104,7 +105,7 @@ class Options(Value):
     # reporting and batching
     alignment: bool = option(False, "Show which source tokens each output token is aligned with.")
     # of the decoder, from 0; by default see `decode.alignment`
-    alignment_heads: Annotated[tuple[HeadIndex, ...], FromList] = option(
+    alignment_heads: HeadList = option(
         (), "Decoder heads to read the alignment from, as LAYER.HEAD counted from 1.", metavar="L.H,L.H,..."
     )
     top_tokens: int = option(
@@ -215,7 +216,7 @@ class OptionSettings(ScoringSettings, total=False):
     repetition_penalty: float
     unknown: bool
     alignment: bool
-    alignment_heads: tuple[HeadIndex, ...]
+    alignment_heads: HeadList
     top_tokens: int
 
 
