@@ -288,6 +288,7 @@ def test_mean_of_equal_weights_equals_them() -> None:
         ("transformer-tiny", {"strategy": "fsdp", "offload": True, "recompute": True}, 2, "cuda", []),
         ("transformer-tiny", {"offload": True}, 2, "cuda", ["offload"]),
         ("rnn-luong", {"recompute": True}, 1, "cpu", ["recompute"]),
+        ("xl-tiny", {"recompute": True}, 1, "cpu", ["recompute"]),
     ],
 )
 def test_settings_without_effect_cause_warnings(

@@ -211,7 +211,7 @@ def unused_settings(model: Model, train: Train, group: ProcessGroup) -> list[str
         unused.append("train.strategy=fsdp: has no effect with one process; use several (--workers, torchrun)")
     if train.offload and not (fsdp and group.size > 1 and group.device.type == "cuda"):
         unused.append("train.offload: has an effect only with fsdp on several GPUs")
-    if train.recompute and not any(isinstance(module, Transformer) for module in model.modules()):
+    if train.recompute and not any(isinstance(part, Transformer) and not part.memory for part in model.modules()):
         unused.append("train.recompute: has no effect on the layers of this model")
     return unused
 
