@@ -16,9 +16,9 @@ from regard.decode.sharded_output import ShardDirectory, state_of
 from regard.errors import UserError
 from regard.files import hold_lock, open_file, read_json, read_manifest, require_no_links
 from regard.recipe import Recipe, load_recipe
-from regard.run import verify_run
+from regard.run import Run, verify_run
 from regard.training.fit import fit
-from regard.training.log import TENSORBOARD
+from regard.training.log import TENSORBOARD, read_log
 
 LINK = "is a link; regard writes only into its own files"
 OUT = "points out of its directory"
@@ -123,6 +123,25 @@ def test_a_run_directory_may_itself_be_a_link(trained: Path, tmp_path: Path) -> 
     assert "as saved" in verify_run(tmp_path / "run")
 
 
+def test_a_run_in_a_download_cache_is_read_through_its_links(trained: Path, tmp_path: Path) -> None:
+    """Its files are links into the blobs of the cache, below several directories."""
+    run = tmp_path / "snapshots" / "1234" / "runs" / "g2p"
+    shutil.copytree(trained / "run", run)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(filter(Path.is_file, run.rglob("*")))):
+        path.rename(blobs / str(number))
+        path.symlink_to(os.path.relpath(blobs / str(number), path.parent))
+    assert "as saved" in verify_run(run)
+    assert Run.load(run).statistics == Run.load(trained / "run").statistics
+    (run / "log.jsonl").unlink()
+    (run / "log.jsonl").symlink_to(trained / "run" / "log.jsonl")
+    with pytest.raises(UserError, match=OUT):
+        read_log(run / "log.jsonl")
+    with pytest.raises(UserError, match=LINK):
+        fit(make_recipe(trained, 6), run, resume=True)
+
+
 def test_links_in_a_cache_are_refused(trained: Path, tmp_path: Path) -> None:
     shutil.copy(trained / "pairs.tsv", tmp_path / "pairs.tsv")
     recipe = make_recipe(tmp_path)
@@ -172,7 +191,7 @@ def test_a_hard_link_to_another_file_is_not_written(trained: Path, tmp_path: Pat
     precious.write_text("precious")
     (run / name).unlink(missing_ok=True)
     os.link(precious, run / name)
-    with pytest.raises(UserError, match=f"{name}: is also another file"):
+    with pytest.raises(UserError, match=f"{name}: is a hard link to another file"):
         fit(make_recipe(trained, 6), run, resume=True)
     assert precious.read_text() == "precious"
 

@@ -67,7 +67,7 @@ def _open(path: Path, flags: int, root: Path) -> int:
         if not (stat.S_ISREG(state.st_mode) or stat.S_ISDIR(state.st_mode)):
             raise UserError(f"{path}: is not a plain file")
         if writes and state.st_nlink > 1:
-            raise UserError(f"{path}: is also another file (a hard link), which would change; remove it")
+            raise UserError(f"{path}: is a hard link to another file, which would change, too; replace it by a copy")
         if not writes and state.st_size > MAX_TEXT_BYTES and path.suffix in TEXT_SUFFIXES:
             most = MAX_TEXT_BYTES // 2**20
             raise UserError(f"{path}: has {state.st_size / 2**20:,.0f} MB; at most {most} MB are allowed")
@@ -105,7 +105,7 @@ def _follow(path: Path, root: Path) -> tuple[Path, Path]:
     """The target of a path with links, and the directory that it may lie in: `root`, or the blobs of its cache."""
     home = root.resolve()
     # In a download cache, files are links to blobs; no other link may point out of the directory.
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    blobs = next((place.with_name("blobs") for place in home.parents if place.name == "snapshots"), home)
     try:
         target = path.resolve(strict=True)
     except FileNotFoundError:

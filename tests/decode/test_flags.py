@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kit.decoding import run_of
-from regard.data.statistics import OutputLimits, Statistics
+from regard.data.statistics import OutputLimits, Statistics, longest_loop
 from regard.decode.engine import generate
 from regard.decode.hypothesis import Alignment, attention_flags, output_flags
 from regard.decode.request import Options
 from regard.errors import plural
-from regard.text.codec import longest_loop
 
 
 @given(st.lists(st.integers(4, 9), max_size=4), st.lists(st.integers(4, 9), min_size=1, max_size=3), st.integers(8, 12))

@@ -342,10 +342,7 @@ def _unknown_notes(codec: Codec, train: CorpusWriter, examples: list[Example], l
             yield f"training: {count} ({share:.2g} %), rarer than text.min_count"
     source = UnknownTokens()
     target = UnknownTokens()
-    codec.note_unknown(examples, source)
-    if not labelled:
-        texts = [example.target or "" for example in examples]
-        target.add(codec.target, texts, codec.target.encode(texts))
+    codec.note_unknown(examples, source, None if labelled else target)
     for side, unknown in zip(SIDES, (source, target), strict=True):
         if unknown:
             yield f"validation, {side}: {unknown.summary()}"

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from regard.config import Count, Value
 from regard.tasks import Task
-from regard.text.codec import Codec, Example, longest_loop
+from regard.text.codec import Codec, Example
 
 if TYPE_CHECKING:
     from regard.data.plain_text import Stream
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from regard.data.store import Corpus
 
 STATISTICS = "statistics.json"
+MIN_TURNS = 4  # repetitions in a row that make a loop
 MIN_COMPARED = 10  # tokens of a long output, or of the source of a short one; fewer are not compared
 MEASURED_LENGTHS = 100_000  # training pairs
 MEASURED_TEXTS = 2_000  # whose loops and characters are counted
@@ -101,6 +102,20 @@ def _output_limits(train: Corpus, targets: Sequence[Sequence[int]]) -> OutputLim
         min_ratio=default.min_ratio if low is None else low / MARGIN,
         loop=max(default.loop, math.ceil(MARGIN * covered)),
     )
+
+
+def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
+    """The loop that covers the most tokens, as (length of the repeated unit, repetitions); or None."""
+    row = np.asarray(ids)
+    longest: tuple[int, int] | None = None
+    for size in range(1, len(row) // MIN_TURNS + 1):
+        same = np.concatenate(([False], row[size:] == row[:-size], [False])).astype(np.int8)
+        edges = np.flatnonzero(np.diff(same))
+        covered = int((edges[1::2] - edges[::2]).max(initial=0)) + size  # tokens
+        turns = covered // size
+        if turns >= MIN_TURNS and (not longest or turns * size > longest[0] * longest[1]):
+            longest = size, turns
+    return longest
 
 
 def _quantile(values: NDArray[np.float64], share: float, method: Literal["lower", "higher"]) -> float | None:

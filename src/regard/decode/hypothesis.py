@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.data.statistics import MIN_COMPARED, OutputLimits
+from regard.data.statistics import MIN_COMPARED, OutputLimits, longest_loop
 from regard.decode.constraints import SearchInput
 from regard.decode.request import Options, Utility
 from regard.errors import plural
 from regard.notebook import heat_table, result_cells, token_table
-from regard.text.codec import Codec, longest_loop, shown_token
+from regard.text.codec import Codec, shown_token
 
 # Thresholds of flags
 MIN_MEAN_SCORE = -2.5  # log-probability per token

@@ -154,12 +154,9 @@ class UnknownParts:
         self.note(examples, labels)
 
     def note(self, examples: Sequence[Example], labels: Sequence[str] = ()) -> None:
-        self.codec.note_unknown(examples, self.source)
-        targets = [example.target or "" for example in examples]
-        if self.labels is None:
-            self.target.add(self.codec.target, targets, self.codec.target.encode(targets))
-        else:
-            for label in (*targets, *labels):
+        self.codec.note_unknown(examples, self.source, self.target if self.labels is None else None)
+        if self.labels is not None:
+            for label in (*(example.target or "" for example in examples), *labels):
                 if label not in self.labels:
                     self.target.count([label])
 

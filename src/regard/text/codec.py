@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from unicodedata import bidirectional
 
-import numpy as np
-
 from regard.config import Frame, SpecialIds, Tokens, Value
 from regard.errors import UserError, plural
 from regard.recipe import Column
@@ -159,10 +157,15 @@ class Codec:
             unknown += [name for name in names if name not in self._feature_ids]
         return unknown + (self.target.unknown_tokens(example.target or "") if self.target.unknown(target) else [])
 
-    def note_unknown(self, examples: Sequence[Example], unknown: UnknownTokens) -> None:
-        """Count the unknown tokens and features of the sources."""
+    def note_unknown(
+        self, examples: Sequence[Example], sources: UnknownTokens, targets: UnknownTokens | None = None
+    ) -> None:
+        """Count the unknown tokens and features of the sources, and the unknown tokens of the targets."""
         for example, row in zip(examples, self.encode_source(examples), strict=True):
-            unknown.count(self.unknown_tokens(example, row))
+            sources.count(self.unknown_tokens(example, row))
+        if targets is not None:
+            texts = [example.target or "" for example in examples]
+            targets.add(self.target, texts, self.target.encode(texts))
 
     def features_problem(self, example: Example) -> str:
         """The error if an example has features and the run has none, or vice versa; otherwise empty."""
@@ -216,23 +219,6 @@ def strong_ranges() -> dict[Direction, list[int]]:
         if kind is not None:
             ranges[kind] += (start, end)
     return ranges
-
-
-MIN_TURNS = 4  # repetitions in a row that make a loop
-
-
-def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
-    """The loop that covers the most tokens, as (length of the repeated unit, repetitions); or None."""
-    row = np.asarray(ids)
-    longest: tuple[int, int] | None = None
-    for size in range(1, len(row) // MIN_TURNS + 1):
-        same = np.concatenate(([False], row[size:] == row[:-size], [False])).astype(np.int8)
-        edges = np.flatnonzero(np.diff(same))
-        covered = int((edges[1::2] - edges[::2]).max(initial=0)) + size  # tokens
-        turns = covered // size
-        if turns >= MIN_TURNS and (not longest or turns * size > longest[0] * longest[1]):
-            longest = size, turns
-    return longest
 
 
 MAX_DISTINCT = 10_000  # unknown tokens that are counted separately

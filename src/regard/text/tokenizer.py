@@ -9,6 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +17,7 @@ from tokenizers import Regex, Tokenizer as Library, models, normalizers, pre_tok
 
 from regard.config import MAX_TOKENS, SpecialIds
 from regard.errors import UserError, plural
-from regard.files import replace_file
+from regard.files import open_file, replace_file
 from regard.suggest import closest
 
 SIMPLE = ("char", "nfd", "space", "word", "byte")  # the text is split by a rule
@@ -409,7 +410,8 @@ class ForeignTokenizer(Tokenizer):
 
 def read_text(path: str | Path) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with TextIOWrapper(open_file(Path(path)), encoding="utf-8") as file:
+            return file.read()
     except FileNotFoundError:
         raise UserError(f"{path}: no such tokenizer") from None
     except (OSError, UnicodeDecodeError) as error:

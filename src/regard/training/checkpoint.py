@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from regard.config import parse
+from regard.data.prepare import DAMAGED
 from regard.errors import UserError
 from regard.files import read_json, remove, replace_directory, require_unchanged, rewriting, update_manifest, write_json
 from regard.nn.adapters import fold_gates, merge_adapters
@@ -33,7 +34,6 @@ PROGRESS = "progress.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp(\.old)?|\.tmp\w{6}")  # of regard.files and of the safetensors library
 _PREPARING = ("data.tmp", "data.tmp.old")  # temporary directories of `prepare`
-DAMAGED = "restore it from a copy, or begin a new run with the best weights of this one: train.start_from=RUN"
 Tensors = dict[str, Tensor]
 Parts = dict[str, Tensors]
 Scores = dict[str, float]
