@@ -103,11 +103,17 @@ def test_alternatives_beyond_a_stop_string_are_taken_at_its_position(name: str) 
     assert all(other.text.startswith(h.text) and stop not in other.text for other in row)
 
 
-def test_beam_outputs_are_distinct() -> None:
+def test_beam_outputs_are_distinct_and_begin_with_the_best() -> None:
+    """Hypotheses that end before different stop strings are one output, at the rank of the best of them."""
     for name in NAMES:
-        rows = generate(run_of(name, 1), sources(6, 4), Options(beam=6, nbest=6, max_length=8, stop=("a", "b", "cd")))
-        for row in rows:
-            assert len({(h.ids, h.text) for h in row}) == len(row)
+        run = run_of(name, 1)
+        for stop in (("a", "b", "cd"), ("c", "d", "e")):
+            rows, best = (
+                generate(run, sources(6, 8), Options(beam=6, nbest=nbest, max_length=8, stop=stop)) for nbest in (6, 1)
+            )
+            for row, (first,) in zip(rows, best, strict=True):
+                assert len({(h.ids, h.text) for h in row}) == len(row)
+                assert (row[0].ids, row[0].text) == (first.ids, first.text)
 
 
 @pytest.mark.parametrize(

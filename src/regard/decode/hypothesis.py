@@ -124,7 +124,10 @@ def make_hypotheses(
         return [empty_hypothesis({"unsatisfied": "the search found no output that satisfies the constraints"})]
     hypotheses = [_hypothesis(codec, limits, options, item, output) for output in outputs]
     if item.texts.stop and not options.samples:  # the same output may have ended before different stop strings
-        hypotheses = list({(h.ids, h.text): h for h in reversed(hypotheses)}.values())[::-1]
+        first: dict[object, Hypothesis] = {}
+        for h in hypotheses:
+            first.setdefault((h.ids, h.text), h)
+        hypotheses = list(first.values())
     return _minimum_risk(codec, options, hypotheses) if options.mbr else hypotheses
 
 
