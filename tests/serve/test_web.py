@@ -434,6 +434,26 @@ def test_input_grows_with_its_text_and_empties_the_output(page: chromium.Chromiu
     assert page.run(visible) == [0, 0]
 
 
+def test_link_reproduces_emptied_fields(page: chromium.Chromium, client: Client) -> None:
+    """Their defaults are not empty: an example, and a length that suits a language model."""
+    open_link(page, client, run="lm", source="cab", seed="7")
+    for field in ("source", "max_length"):
+        page.run(f"document.getElementById('{field}').select()")
+        page.key("Backspace")
+    page.until("location.hash.includes('max_length=')")
+    state = {name: values[0] for name, values in address(page).items()}
+    assert state == {"run": "lm", "seed": "7", "max_length": "", "source": ""}
+    open_link(page, client, **state)
+    assert page.run("document.getElementById('max_length').value") == ""
+    open_link(page, client)
+    assert page.run("document.getElementById('source').value") != "", "the example"
+    page.run("document.getElementById('source').select()")
+    page.key("Backspace")
+    page.until("new URLSearchParams(location.hash.slice(1)).get('source') === ''")
+    open_link(page, client, **{name: values[0] for name, values in address(page).items()})
+    assert page.run("document.getElementById('source').value") == ""
+
+
 def test_link_reproduces_run_input_and_options(
     page: chromium.Chromium, client: Client, runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -479,7 +499,7 @@ def test_unusable_parts_of_a_link_are_named_or_ignored(page: chromium.Chromium, 
     assert MARKUP[1] in texts(page, "#unlinked")[0]
     page.run("document.getElementById('source').value = ''")
     page.click("#source")
-    page.call("Input.insertText", text="cab" * 2000)
+    page.call("Input.insertText", text="a" + "\U0001f600" * 2000)  # character 4,000 is half of a pair
     page.until("!location.hash.includes('source=')")
     assert "not part of a link: the input" in texts(page, "#unlinked")[0]
 

@@ -7,7 +7,7 @@ const TYPING = 300; // milliseconds without a change until the address is writte
 
 export class Address {
   /**
-   * @param {() => string[][]} state  [name, value, name on the page] of each part
+   * @param {() => [string, string | null, string][]} state  [name, value, name on the page] of each part; null: not part of a link
    * @param {(parts: URLSearchParams) => void} restore
    * @param {(names: string[]) => void} tell  which parts are too long for an address
    */
@@ -30,11 +30,13 @@ export class Address {
   }
 
   write() {
-    const parts = new URLSearchParams(),
-      missing = new Set();
-    for (const [name, value, label] of this.state().filter(([, value]) => value)) {
-      const length = String(parts).length + encodeURIComponent(value.slice(0, LONGEST)).length;
-      if (length < LONGEST) parts.append(name, value);
+    let parts = new URLSearchParams();
+    const missing = new Set();
+    for (const [name, value, label] of this.state()) {
+      if (value === null) continue;
+      const longer = new URLSearchParams(parts);
+      longer.append(name, value.slice(0, LONGEST));
+      if (String(longer).length < LONGEST) parts = longer;
       else missing.add(label);
     }
     this.written = String(parts);

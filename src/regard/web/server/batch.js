@@ -136,11 +136,11 @@ export class Batch {
     this.changed();
   }
 
-  // The lines and the beam as [name, value, name on the page]; a link to a file holds its lines.
+  // The lines and the beam; a link to a file holds its lines.
   parts() {
     return [
-      ["beam", this.beam.value === USUAL_BEAM ? "" : this.beam.value],
-      ["lines", this.text, this.file ? "the file" : "the lines"],
+      ["beam", this.beam.value === USUAL_BEAM ? null : this.beam.value, "beam"],
+      ["lines", this.text || null, this.file ? "the file" : "the lines"],
     ];
   }
 

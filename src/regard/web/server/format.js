@@ -22,6 +22,6 @@ export const share = (score) => Math.min(1, Math.exp(score));
 
 /** Set a number from an address; the usual one if there is none or it is not allowed. */
 export function setNumber(field, text, usual) {
-  field.value = /^\d+(\.\d+)?$/.test(text) ? text : usual;
+  field.value = /^(\d+(\.\d+)?)?$/.test(text) ? text : usual;
   if (!field.checkValidity()) field.value = usual;
 }

@@ -80,7 +80,11 @@ function noteLink(names) {
 }
 
 const address = new Address(
-  () => [["run", choice.value], ["mode", mode === "single" ? "" : mode], ...views[mode].parts()],
+  () => [
+    ["run", choice.value, "the run"],
+    ["mode", mode === "single" ? null : mode, "the mode"],
+    ...views[mode].parts(),
+  ],
   restore,
   noteLink,
 );

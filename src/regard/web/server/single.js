@@ -142,13 +142,13 @@ export class Single {
             : "A source text";
   }
 
-  // The input and the options that differ from the usual ones, as [name, value, name on the page].
+  // The input, also if it is empty, and the options that differ from the usual ones.
   parts() {
     const numbers = Object.entries(this.numbers).filter(([name, field]) => field.value !== this.usual[name]);
     return [
       ...numbers.map(([name, field]) => [name, field.value, name]),
-      ["features", this.features, "the features"],
-      ["prefix", this.prefix.value, "Begins with"],
+      ["features", this.features || null, "the features"],
+      ["prefix", this.prefix.value || null, "Begins with"],
       ...this.require.items.map((phrase) => ["require", phrase, "Contains"]),
       ...this.forbid.items.map((phrase) => ["forbid", phrase, "Must not contain"]),
       ["source", this.source.value, "the input"],
