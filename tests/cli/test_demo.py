@@ -65,7 +65,20 @@ def test_the_demo_runs_and_its_suggested_commands_work(monkeypatch, tmp_path):
         outcome = call(*command.split()[1:], stdin="abacus\n" if before else "")
         assert outcome.code == 0 and outcome.out, outcome.err
     again = call("demo", "--minutes", 0.05, "--out", "runs/demo")
-    assert again.code == 2 and "already contains a demo" in again.err
+    assert again.code == 2 and "has train.tsv, valid.tsv, test.tsv, run, pronounce.html" in again.err
+
+
+@pytest.mark.parametrize("name", ["train.tsv", "run", "pronounce.html"])
+def test_the_demo_overwrites_no_file_and_follows_no_link(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(demo, "dictionary", lambda: ENTRIES)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("mine")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / name).symlink_to(tmp_path / "missing")
+    for directory in (tmp_path / "mine", tmp_path / "linked"):
+        result = call("demo", "--minutes", 0.05, "--out", directory)
+        assert result.code == 2 and f"has {name}, which the demo would overwrite" in result.err
+    assert (tmp_path / "mine" / name).read_text() == "mine" and not (tmp_path / "missing").exists()
 
 
 def test_the_recipe_is_limited_by_minutes_only(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from math import exp
@@ -32,6 +33,7 @@ from regard.training.fit import fit
 
 EXAMPLE = "regard demo --minutes 3"
 TITLE = "English pronunciation"  # of the page
+FILES = ("train.tsv", "valid.tsv", "test.tsv", "run", "pronounce.html")
 Pair = tuple[str, str]
 WORD = re.compile(r"[a-z]{3,14}")
 VALID, TEST = 600, 1000  # words
@@ -82,8 +84,8 @@ def _new_directory(out: str | None) -> Path:
     if out is not None:
         if not out:
             raise UserError("--out: is empty; name a directory for the files of the demo")
-        if (Path(out) / "run").exists():
-            raise UserError(f"{out}: already contains a demo; name another directory with --out")
+        if taken := [name for name in FILES if os.path.lexists(Path(out) / name)]:
+            raise UserError(f"{out}: has {', '.join(taken)}, which the demo would overwrite; name another --out")
         return Path(out)
     names = (Path("runs") / ("demo" if number == 1 else f"demo-{number}") for number in range(1, 10_000))
     return next(directory for directory in names if not directory.exists())
