@@ -67,7 +67,7 @@ DEFAULTS = MetricSettings()
 UNITS: dict[str, Callable[[str], Sequence[Hashable]]] = {"per": str.split, "word_edits": str.split, "cer": str}
 RATIOS = ("accuracy", "wer", *UNITS)
 METRICS = (*RATIOS, "bleu", "chrf", "chrf++", "ter", "perplexity")
-MEANING = {  # of names that are read in several ways
+MEANING = {  # explanations of ambiguous names
     "wer": "sequence error rate: sequences with an error, in percent",
     "per": "edits per token of the reference, in percent",
     "word_edits": "edits per word of the reference, in percent (the word error rate of speech recognition)",

@@ -174,12 +174,12 @@ def require_saved(path: Path, names: Collection[str] | None = None, verify: bool
 def verify_run(path: Path) -> str:
     """Compare every file of a run with its manifest, checkpoints included -> a message."""
     require_saved(path, verify=True)
-    manifests = sorted(path.rglob(files.MANIFEST))
-    for manifest in manifests:
-        files.require_unchanged(
-            manifest.parent, "the run can be used, but training cannot be resumed from it", verify=True
-        )
-    count = sum(len(files.read_manifest(manifest.parent).files) for manifest in manifests)
+    directories = [manifest.parent for manifest in sorted(path.rglob(files.MANIFEST))]
+    for directory in directories:
+        if directory != path:
+            advice = "the run can be used, but training cannot be resumed from it"
+            files.require_unchanged(directory, advice, verify=True)
+    count = sum(len(files.read_manifest(directory).files) for directory in directories)
     if not count:
         return f"{path}: has no {files.MANIFEST} to compare its files with; --accept writes one"
     return f"{path}: {plural(count, 'file')} as saved, by size and SHA-256"

@@ -12,6 +12,7 @@ import pytest
 
 from kit.backwards import MakeRecipe
 from kit.fuzz import in_child, mutate
+from regard import files
 from regard.data.prepare import RECORD, find_damage
 from regard.errors import UserError
 from regard.files import MANIFEST
@@ -75,9 +76,9 @@ def test_mutated_records_of_early_versions_are_no_fault_of_regard(
 def test_every_file_of_the_data_is_verified(run: Path, recipe: MakeRecipe) -> None:
     """One flipped bit in any file stops `info --verify` and a resumed training, and names the file."""
     data = run / "training" / "data"
-    files = [path for path in sorted(data.rglob("*")) if path.is_file() and path.name != MANIFEST]
-    assert len(files) == 16
-    for path in files:
+    paths = [path for path in sorted(data.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    assert len(paths) == 16
+    for path in paths:
         content = path.read_bytes()
         position = len(content) // 2
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
@@ -97,6 +98,15 @@ def test_every_file_of_the_data_is_verified(run: Path, recipe: MakeRecipe) -> No
     (data / MANIFEST).unlink()
     with pytest.raises(UserError, match=r"is not in manifest\.json"):
         fit(recipe(steps=6), run, resume=True)
+
+
+def test_verification_hashes_every_file_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    measure = files.measure_file
+    monkeypatch.setattr(files, "measure_file", lambda path, root: hashed.append(str(path)) or measure(path, root))
+    verify_run(run)
+    names = [run / "model.safetensors", run / "training" / "data" / "prepared.json"]
+    assert len(hashed) == len(set(hashed)) > 20 and {*map(str, names)} < {*hashed}
 
 
 def test_damaged_data_of_an_interrupted_setup_is_prepared_again(run: Path, recipe: MakeRecipe, tmp_path: Path) -> None:

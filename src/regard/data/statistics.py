@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 STATISTICS = "statistics.json"
 MIN_TURNS = 4  # repetitions in a row that make a loop
-MIN_COMPARED = 10  # tokens of a long output, or of the source of a short one; fewer are not compared
+MIN_COMPARED = 10  # minimum tokens of an output that is too long, or of the source of one that is too short
 MEASURED_LENGTHS = 100_000  # training pairs
-MEASURED_TEXTS = 2_000  # whose loops and characters are counted
+MEASURED_TEXTS = 2_000  # texts of each side whose loops and characters are counted
 MEASURED_TOKENS = 1 << 16  # of plain text, from its beginning
-RARE = 0.001  # share of training pairs that may be beyond a limit before its margin is added: mistakes in the data
+RARE = 0.001  # share of training pairs that may exceed a limit before the margin: mistakes in the data
 MARGIN = 1.5  # factor between the training pairs and a limit
 MAX_CHARACTERS = 500  # counted characters of each side
 MAX_EXAMPLES = 3
