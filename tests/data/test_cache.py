@@ -105,6 +105,25 @@ def test_temporary_directories_of_killed_trainings_are_removed(tmp_path: Path) -
         assert (tmp_path / "cache" / names["preparing"]).exists() and (tmp_path / "cache" / names["other"]).exists()
 
 
+def test_named_columns_do_not_share_an_entry_with_recognised_ones(tmp_path: Path) -> None:
+    rows = [f"{'abc'[i % 3]}{i}\tV;{'AB'[i % 2]}\tx{i}" for i in range(100)]
+    data = {"train": str(tmp_path / "t.tsv"), "cache": str(tmp_path / "cache")}
+    (tmp_path / "t.tsv").write_text("\n".join(rows) + "\n")
+    assert prepare_data(tmp_path / "one", data).codec.columns == ("source", "features", "target")
+    with pytest.raises(UserError, match="3 columns"):
+        prepare_data(tmp_path / "two", {**data, "columns": ("source", "target")})
+
+
+def test_a_tsv_that_is_renamed_to_csv_has_an_entry_of_its_own(tmp_path: Path) -> None:
+    text = "".join(f'"{"ab"[i % 2]}{i}"\t"x{i}"\n' for i in range(100))
+    sources = []
+    for name in ("t.tsv", "t.csv"):
+        (tmp_path / name).write_text(text)
+        prepared = prepare_data(tmp_path / f"of {name}", {"train": str(tmp_path / name), "cache": str(tmp_path / "c")})
+        sources.append(prepared.valid_examples[0].source)
+    assert sources[0].startswith('"') and not sources[1].startswith('"')
+
+
 def test_cache_key_includes_the_tokenizers_of_the_base_run(tmp_path: Path) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
     bases = [prepare_data(tmp_path / scheme, data, {"source_tokens": scheme}).codec for scheme in ("char", "byte")]

@@ -26,7 +26,7 @@ from regard.data.pairs import VALID_EXAMPLES, lay_out, make_pairs, read_examples
 from regard.data.plain_text import TEXT, Stream, make_text
 from regard.data.reader import MEMORY, STDIN, open_raw
 from regard.data.store import Corpus
-from regard.data.tables import VALIDATION, Corpora, splits_of
+from regard.data.tables import VALIDATION, Corpora, format_of, splits_of
 from regard.errors import UserError, plural
 from regard.recipe import Data, Recipe
 from regard.tasks import TASKS, Reads
@@ -332,7 +332,12 @@ def fingerprint(recipe: Recipe, train: Corpora, valid: Corpora | None) -> dict[s
         values["task"] = recipe.task
     if recipe.train.start_from is not None:
         values["train.start_from"] = recipe.train.start_from
-    values["data.columns"] = ",".join(recipe.data.columns)
+    # Without named columns, the content of the files decides.
+    named = "columns" in recipe.data.model_fields_set
+    values["data.columns"] = ",".join(recipe.data.columns) if named else "recognised"
+    formats = [format_of(path) for _, _, path in _files(train, valid)]
+    if "csv" in formats:  # the same bytes are another table than in a TSV
+        values["data.formats"] = ",".join(formats)
     values["data.max_length"] = str(recipe.data.max_length)
     if len(train.sizes) > 1:
         values["data.corpora"] = ",".join(map(str, train.sizes))
