@@ -105,7 +105,8 @@ def _saved_for_backward(model: Model, ids: Tensor, recompute: bool) -> tuple[int
     memory: SegmentMemory = ()
     if model.config.has_memory:  # filled by earlier segments
         top = model.config.top
-        empty = torch.empty(len(ids), top.memory, top.width, device="meta")
+        dtype = next(model.parameters()).dtype
+        empty = torch.empty(len(ids), top.memory, top.width, dtype=dtype, device="meta")
         _, memory = model.read_segment(ids, (empty,) * top.layers)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         x_BTD, new_memory = model.read_segment(ids, memory) if memory else (model.hidden(ids, None, ids), ())
