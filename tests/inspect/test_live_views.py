@@ -107,6 +107,12 @@ def test_address_restores_the_view_and_the_request(browser: chromium.Chromium, p
     greedy = decoded(pairs, "cab", beam=1)[0].text
     browser.until(f"{TOKENS}.startsWith({json.dumps(shown(greedy))})")
     assert browser.run("document.querySelector('.steps tr.on td').textContent") == "2"
+    browser.run("document.querySelector('.field').select()")
+    browser.key("Backspace")
+    browser.until("/source=(&|$)/.test(location.hash)")
+    browser.open(path.as_uri() + browser.run("location.hash"))
+    settle(browser)
+    assert browser.run("document.querySelector('.field').value") == "", "an emptied input does not become the example"
     assert complaints(browser) == []
 
 

@@ -237,11 +237,11 @@ const partOf = (name, part) => (name === "source" ? part : `${name}-${part}`);
 
 function writeSide(side, name, first) {
   if (!side || !side.input || side.input.pixels) return []; // an image is too large for an address
-  const changed = (part) => (first && side.input[part] === first[part] ? null : side.input[part]);
+  const changed = (part) => (side.input[part] === (first || { features: "" })[part] ? null : side.input[part]);
   return [
     [name, changed("source")],
     [partOf(name, "features"), changed("features")],
-    [partOf(name, "forced"), side.prefix.join(",")],
+    [partOf(name, "forced"), side.prefix.join(",") || null],
   ];
 }
 
@@ -262,8 +262,8 @@ export function askedParts(live) {
       ["temperature", sampling ? wishes.temperature : null],
       ["seed", sampling ? wishes.seed : null],
       ["length", unusual("length")],
-      ["forbidden", wishes.forbid.join(",")],
-      ["silenced", [...engine.silenced].join(",")],
+      ["forbidden", wishes.forbid.join(",") || null],
+      ["silenced", [...engine.silenced].join(",") || null],
     ];
   }
   // The input with this name, or the default if the address has none.

@@ -159,7 +159,7 @@ const OF_VIEW = {
   attribution: ["weights"],
 };
 
-// A page with a model adds its own parts: extra.write() -> [[name, value]], extra.read(parts)
+// A page with a model adds its own parts: extra.write() -> [[name, value or null]], extra.read(parts)
 let extra = null;
 export function addToAddress(parts) {
   extra = parts;
@@ -167,9 +167,7 @@ export function addToAddress(parts) {
 
 export function writeAddress() {
   const parts = (OF_VIEW[state.view] || []).map((name) => [name, PARTS[name].write()]);
-  const kept = [...parts, ...(extra ? extra.write() : [])].filter(
-    ([, value]) => value !== null && value !== undefined && value !== "",
-  );
+  const kept = [...parts, ...(extra ? extra.write() : [])].filter(([, value]) => value !== null);
   return (
     state.view + (kept.length ? "?" + new URLSearchParams(kept.map(([name, value]) => [name, String(value)])) : "")
   );
