@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from test_resume import CallAfter, result, send
 from test_tasks import labelled_file, tables, train
 
-from kit.backwards import MakeRecipe
+from kit.backwards import TINY, MakeRecipe
 from regard.errors import UserError
 from regard.nn.adapters import add_adapters
 from regard.recipe import Recipe, load_recipe
@@ -396,3 +397,26 @@ def test_run_stopped_during_setup_starts_again_with_resume(
 def test_empty_output_path_is_refused(recipe: MakeRecipe) -> None:
     with pytest.raises(UserError, match="out: is empty"):
         fit(recipe(), "", reporter=Reporter())
+
+
+@pytest.mark.parametrize("kind", ["features", "header", "jsonl"])
+def test_the_recipe_of_a_run_reads_the_same_data_again(tmp_path: Path, kind: str) -> None:
+    """Recognised columns are stored in the recipe."""
+    rows = [(f"{'abc'[i % 3]}{i}", f"V;{'AB'[i % 2]}", f"x{i}") for i in range(60)]
+    if kind == "jsonl":
+        data = tmp_path / "t.jsonl"
+        data.write_text("".join(json.dumps({"tgt": t, "tags": f, "src": s}) + "\n" for s, f, t in rows))
+    else:
+        data = tmp_path / "t.tsv"
+        lines = ["\t".join(row) for row in rows] if kind == "features" else ["target\tsource", *(r[0] for r in rows)]
+        if kind == "header":
+            lines[1:] = [f"{target}\t{source}" for source, _, target in rows]
+        data.write_text("\n".join(lines) + "\n")
+    small = {"model": {"encoder": TINY, "decoder": TINY}, "train": {"steps": 1, "workers": 1}}
+    fit(load_recipe({"preset": "transformer-tiny", "data": {"train": str(data)}, **small}), tmp_path / "one")
+    fit(saved_recipe(tmp_path / "one"), tmp_path / "two")
+    one, two = (tmp_path / name / "training" / "data" for name in ("one", "two"))
+    for name in ("train/source.bin", "train/target.bin", "valid.jsonl", "source.tokenizer.json"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+    assert Run.load(tmp_path / "two").codec.columns == Run.load(tmp_path / "one").codec.columns
+    assert ("features" in Run.load(tmp_path / "one").codec.columns) == (kind != "header")

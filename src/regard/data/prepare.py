@@ -28,7 +28,7 @@ from regard.data.reader import MEMORY, STDIN, open_raw
 from regard.data.store import Corpus
 from regard.data.tables import VALIDATION, Corpora, format_of, splits_of
 from regard.errors import UserError, plural
-from regard.recipe import Data, Recipe
+from regard.recipe import Column, Data, Recipe
 from regard.tasks import TASKS, Reads
 from regard.text.codec import Codec, Example, TextConfig
 from regard.text.learn import BaseText, requests
@@ -58,6 +58,7 @@ class Prepared(Generic[Kind]):
     labels: tuple[str, ...] = ()
     valid_examples: list[Example] = field(default_factory=list)  # of a corpus `valid`, in its order
     pixels: Pixels | None = None  # for images
+    columns: tuple[Column, ...] | None = None  # of all tables of pairs; None if they differ
 
 
 class DataFile(NamedTuple):
@@ -205,6 +206,8 @@ def _write(
     train, valid, notes = lay_out(recipe, train, valid)
     record |= KINDS[TASKS[recipe.task].reads].write(recipe, train, valid, path, base, processes)
     record["notes"] = [*notes, *record["notes"]]
+    if recipe.task == "pairs" and len({part.columns for part in train.parts}) == 1:
+        record["columns"] = train.columns
     if _stamps(train, valid) != before:
         raise UserError(f"{train.name}: changed while it was read; start again when it is complete")
     record["made_from"] = made_from = fingerprint(recipe, train, valid)
@@ -265,6 +268,7 @@ def open_prepared(directory: str | Path) -> Prepared[Any]:
             labels=tuple(record.get("labels", ())),
             valid_examples=valid_examples,
             pixels=parse(Pixels, pixels, where) if pixels else None,
+            columns=tuple(record["columns"]) if "columns" in record else None,
         )
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:  # in data of format 1
         raise UserError(f"{path}: not readable as prepared data: {error!r}; {DAMAGED}") from None

@@ -156,6 +156,8 @@ def _begin(order: _Order, launch: Launch, device: torch.device) -> New:
     prepared = prepare(
         recipe, path / TRAINING / DATA, base=base and base.text, memory=memory, processes=cores(), say=reporter.say
     )
+    if prepared.columns is not None:  # recognised ones belong to the complete recipe
+        recipe = recipe.with_data(columns=prepared.columns)
     for note in prepared.notes:
         reporter.say(note)
     plan = plan_run(recipe, base and base.config, prepared, device, launch.processes, reporter)
