@@ -156,7 +156,7 @@ def _begin(order: _Order, launch: Launch, device: torch.device) -> New:
     prepared = prepare(
         recipe, path / TRAINING / DATA, base=base and base.text, memory=memory, processes=cores(), say=reporter.say
     )
-    if prepared.columns is not None:  # recognised ones belong to the complete recipe
+    if prepared.columns not in (None, recipe.data.columns):  # recognised ones belong to the complete recipe
         recipe = recipe.with_data(columns=prepared.columns)
     for note in prepared.notes:
         reporter.say(note)
