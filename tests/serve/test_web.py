@@ -480,6 +480,9 @@ def test_link_reproduces_run_input_and_options(
     until_output(page, model.generate(["ab"], sample=True, temperature=0.8, seed=2, max_length=40)[0][0].text)
     page.run(f"location.hash = {json.dumps(link)}")
     until_output(page, expected[0].text)
+    choose_run(page, "hebrew")  # which keeps the beam, but no phrases
+    page.until("location.hash.includes('run=hebrew')")
+    assert address(page) == {"run": ["hebrew"], "beam": ["3"], "source": ["cab"]}
 
 
 def test_link_to_lines_opens_them(page: chromium.Chromium, client: Client) -> None:

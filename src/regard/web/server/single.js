@@ -131,7 +131,9 @@ export class Single {
     this.usual = { beam: "5", temperature: "0", seed: "1", max_length: "", ...usual };
     const typed = this.source.value !== this.example.source;
     this.example = (run.task === "masked" ? [] : run.examples)[0] ?? NO_EXAMPLE; // they have no masks
-    this.restore(new URLSearchParams(typed ? [["source", this.source.value]] : []));
+    const kept = ["beam", "seed"].map((name) => [name, this.numbers[name].value]);
+    const changed = kept.filter(([name, value]) => value !== this.usual[name]);
+    this.restore(new URLSearchParams(typed ? [...changed, ["source", this.source.value]] : changed));
     this.source.placeholder =
       run.task === "lm"
         ? "A text to continue"
