@@ -1,0 +1,75 @@
+// The C interface. No function throws; the caller owns what it gets and keeps the tensors of a model alive.
+#include <cstring>
+#include <new>
+
+#include "search.h"
+
+#if defined(_WIN32)
+#define EXPORT extern "C" __declspec(dllexport)
+#else
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+using namespace rn;
+
+namespace {
+
+const Kernels* choose_kernels(const char* name) {
+  const Kernels* usable[4] = {};
+  int count = 0;
+#if defined(__x86_64__) || defined(_M_X64)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+    usable[count++] = &AVX512_KERNELS;
+  if (__builtin_cpu_supports("avx2")) usable[count++] = &AVX2_KERNELS;
+#elif defined(__aarch64__) && defined(RN_DOTPROD)
+  usable[count++] = &DOTPROD_KERNELS;
+#endif
+  usable[count++] = &PORTABLE_KERNELS;
+  for (int i = 0; i < count; i++)
+    if (!name || !strcmp(name, usable[i]->name)) return usable[i];
+  return nullptr;
+}
+
+}  // namespace
+
+// The size of the interface, which Python compares with its own.
+EXPORT int32_t rn_interface() { return int32_t(sizeof(Options) * 1000 + sizeof(Inputs) * 100 + sizeof(Output)); }
+
+// The name of the kernels for this machine, or null if those with `name` do not run here.
+EXPORT const char* rn_kernels(const char* name) {
+  const Kernels* kernels = choose_kernels(name);
+  return kernels ? kernels->name : nullptr;
+}
+
+// A packed model, or null and what is wrong.
+EXPORT Model* rn_model(const Description* description, int32_t int8, const char* kernels, const char** problem) {
+  const Kernels* chosen = choose_kernels(kernels);
+  *problem = "these kernels do not run on this machine";
+  if (!chosen) return nullptr;
+  Model* model = new (std::nothrow) Model();
+  *problem = "not enough memory for the model";
+  if (!model) return nullptr;
+  *problem = read_model(*description, int8 != 0, chosen, model);
+  if (!*problem) return model;
+  delete model;
+  return nullptr;
+}
+
+EXPORT void rn_free_model(Model* model) { delete model; }
+
+// The memory of one thread for searches with one model.
+EXPORT Workspace* rn_workspace() { return new (std::nothrow) Workspace(); }
+
+EXPORT void rn_free_workspace(Workspace* workspace) { delete workspace; }
+
+// Results are valid until the next call with the same workspace.
+EXPORT int32_t rn_search(const Model* model, Workspace* workspace, const Options* options, const Inputs* inputs,
+                         Results* results) {
+  return search(*model, *options, *inputs, workspace, results);
+}
+
+// Log-probabilities of targets, one number for each of their tokens.
+EXPORT int32_t rn_score(const Model* model, Workspace* workspace, const Inputs* inputs, float* scores) {
+  return score(*model, *inputs, workspace, scores);
+}
