@@ -135,6 +135,8 @@ struct Description {
 // Read and pack a model -> null, or what is wrong with the description.
 const char* read_model(const Description& description, bool int8, const Kernels* kernels, Model* model);
 
+constexpr int MIN_POSITIONS = 128;  // in a table
+
 // Tables of the positions of a stack, which grow when they are too short.
 struct Positions {
   int length = 0;

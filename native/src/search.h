@@ -58,6 +58,9 @@ struct Results {
 
 enum Status { DONE, OUT_OF_MEMORY, NOT_NUMBERS, INVALID };
 
+// Whether ids, lengths and limits are those of a model, and not too large.
+bool valid(const Model& model, const Options& options, const Inputs& inputs);
+
 // The workspace holds the results until its next use.
 Status search(const Model& model, const Options& options, const Inputs& inputs, Workspace* space, Results* results);
 
