@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -93,6 +94,34 @@ def test_errors_in_a_child_are_raised_in_the_parent(start: Start) -> None:
         child.ask({"mistake": False})
     with pytest.raises(UserError, match=r"^a mistake$"):  # the child continues after errors
         child.ask({"mistake": True})
+
+
+class Garbage:
+    """An object in a cycle, whose destructor writes a message."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        print("destroyed", file=sys.stderr)
+
+
+def collect_garbage(channel: Channel, settings: dict[str, Any]) -> None:
+    gc.collect()
+    sys.exit("done")
+
+
+def test_garbage_of_the_parent_is_not_destroyed_in_a_forked_child() -> None:
+    gc.disable()
+    try:
+        Garbage()
+        child = children.fork(collect_garbage, {})
+        with pytest.raises(ChildDied, match="done") as error:
+            child.ask({})
+        assert "destroyed" not in str(error.value)
+    finally:
+        gc.enable()
+        child.close()
 
 
 def test_error_of_a_dead_child_contains_its_last_lines(start: Start) -> None:

@@ -6,6 +6,7 @@ process, and `spawn` starts a new interpreter. Without fork, `Template.start` sp
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import select
@@ -222,6 +223,7 @@ def _fork(
         pid = os.fork()
     if pid:
         return pid
+    gc.freeze()  # keeps the garbage of the parent: its destructors may wait for threads that a child does not have
     status = 1
     try:
         ours.close()
