@@ -233,6 +233,8 @@ def _responses(route: Route) -> dict[str, Any]:
     if route.body is not None and "stream" in route.body.model_fields:
         ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     statuses = [401, 421, 429, 503, 504] if route.access != "open" else [503]
+    if "{" in route.path:
+        statuses = [*statuses, 404]
     if route.body is not None:
         statuses = [400, 401, 403, 404, 408, 413, 415, 421, 422, 429, 500, 503, 504]
     schema = f"#/components/schemas/{'TextError' if route.libretranslate else 'Error'}"
