@@ -34,7 +34,7 @@ def bench(tmp_path_factory):
 
 
 def test_overloaded_server_refuses_excess_requests_without_other_errors(bench):
-    report = bench("overload", "--seconds", 4, "--clients", 200, "--times", 10, "--queue", 600, "--beam", 4)
+    report = bench("overload", "--seconds", 2, "--clients", 200, "--times", 10, "--queue", 600, "--beam", 4)
     assert set(report["statuses"]) == {"200", "429"} and report["times_capacity"] > 1, report
     assert report["refused"]["p50_ms"] < report["capacity"]["p50_ms"]  # a refusal does not wait in the queue
 
@@ -67,6 +67,7 @@ def test_sigterm_under_load_loses_no_request(bench):
     assert report["lost"] == 0 and report["exit_codes"] == {"0": 2}, report
 
 
+@pytest.mark.slow  # nine seconds; test_refusals.py has the same clients one by one
 def test_stalled_clients_are_disconnected_while_others_are_answered(bench):
     report = bench("stalled", "--clients", 50, "--seconds", 2, "--timeout", 2)
     assert set(report["statuses"]) == {"200"} and all(x < 20 for x in report["closed_within_s"].values()), report

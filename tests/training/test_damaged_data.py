@@ -65,7 +65,7 @@ def test_mutated_records_of_early_versions_are_no_fault_of_regard(
     (data / RECORD).write_text(json.dumps(json.loads((data / RECORD).read_text()) | {"format": 1}))
     assert in_child(lambda: fit(recipe(steps=4), run, resume=True)).kind == "ok"
     faults = []
-    for case in range(60):
+    for case in range(20):
         draw = Random(f"{SEED} {case}")
         change, outcome, _ = resume_mutated(recipe(steps=5), run, tmp_path / "copy", draw, "*.json*")
         if outcome.fault:

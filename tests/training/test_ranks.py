@@ -113,7 +113,7 @@ CASES += [
 MIXED: tuple[str, dict[str, Any]] = ("pairs", {})
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_weights_of_several_processes_equal_those_of_one(tmp_path: Path, size: int) -> None:
     """Equal up to the rounding of reordered sums; the ranks are bit-identical."""
     cases = [*CASES, MIXED]

@@ -91,7 +91,7 @@ def estimate(family: str, ranks: int, **settings: Any) -> Scaling:
     return plan_scaling(config(family), info, Train(accumulate=2, **settings), ranks, on_cpu=True)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_estimated_bytes_equal_the_measured_bytes(tmp_path: Path, size: int) -> None:
     """Communication is exact; memory is exact for rank 0 and an upper bound for the other ranks."""
     for (family, settings), first, *others in zip(CASES, *run_ranks(size, run_rank, tmp_path), strict=True):
@@ -187,7 +187,7 @@ def take_peaks(rank: int, size: int, store: str, out: str) -> None:
     torch.save(peaks, out)
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_estimated_memory_of_a_step_is_close_to_the_measured_peak(tmp_path: Path, size: int) -> None:
     """Usually the peak is lower than the estimate: not all tensors of the estimate exist at the same time.
 
