@@ -102,6 +102,7 @@ CLEAN = """
 """  # noqa: E501
 
 
+@pytest.mark.slow  # seven seconds; test_browser.py has the same payloads in the page of a run
 def test_five_hundred_html_payloads_remain_text(browser: chromium.Chromium, tmp_path: Path) -> None:
     """As input, vocabulary tokens, features, run name, and address."""
     tokens = sorted({part for payload in PAYLOADS for part in payload.split()})

@@ -51,6 +51,7 @@ def test_comparison_reports_ratios_for_every_server(bench):
         assert all(x["least"] <= x["median"] <= x["most"] for x in (row["ours_over_it"] for row in servers.values()))
 
 
+@pytest.mark.slow  # eight seconds; test_schedule.py has the order of the jobs
 def test_single_line_is_answered_during_a_large_request(bench):
     report = bench("fairness", "--seconds", 1, "--rounds", 1, "--beam", 1)
     assert len(report["rounds"]) == 1 and report["p99_ratio"]["median"] > 0

@@ -98,7 +98,7 @@ def send(number: int) -> None:
     [
         (1, "fp32", "ddp"),
         (3, "fp32", "ddp"),  # the bits of a sum of three numbers depend on the order
-        (2, "fp32", "fsdp"),
+        pytest.param(2, "fp32", "fsdp", marks=pytest.mark.slow),
         pytest.param(2, "fp32", "ddp", marks=pytest.mark.slow),
         pytest.param(2, "bf16", "ddp", marks=pytest.mark.slow),
         pytest.param(1, "fp32", "fsdp", marks=pytest.mark.slow),
