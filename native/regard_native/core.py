@@ -80,7 +80,7 @@ class _Results(Structure):
         ("counts", POINTER(c_int32)),
         ("outputs", POINTER(_Output)),
         ("ids", POINTER(c_int32)),
-        ("scores", POINTER(c_float)),
+        ("scores", c_void_p),  # floats, or doubles in a build in double precision
     )
 
 
@@ -93,8 +93,8 @@ class Decoded(NamedTuple):
     limited: bool
 
 
-def _load() -> ctypes.CDLL:
-    directory = Path(os.environ.get("REGARD_NATIVE_LIBRARY", Path(__file__).parent))
+def load_library(directory: Path) -> ctypes.CDLL:
+    """The compiled core in a directory."""
     library = ctypes.CDLL(str(directory / "libregard.so"))
     library.rn_kernels.restype = c_char_p
     library.rn_kernels.argtypes = (c_char_p,)
@@ -103,7 +103,7 @@ def _load() -> ctypes.CDLL:
     library.rn_free_model.argtypes = (c_void_p,)
     library.rn_workspace.restype = c_void_p
     library.rn_free_workspace.argtypes = (c_void_p,)
-    library.rn_score.argtypes = (c_void_p, c_void_p, POINTER(_Inputs), POINTER(c_float))
+    library.rn_score.argtypes = (c_void_p, c_void_p, POINTER(_Inputs), c_void_p)
     library.rn_search.argtypes = (c_void_p, c_void_p, POINTER(_Options), POINTER(_Inputs), POINTER(_Results))
     sizes = ctypes.sizeof(_Options) * 1000 + ctypes.sizeof(_Inputs) * 100 + ctypes.sizeof(_Output)
     if library.rn_interface() != sizes:
@@ -111,7 +111,7 @@ def _load() -> ctypes.CDLL:
     return library
 
 
-_library = _load()
+_library = load_library(Path(os.environ.get("REGARD_NATIVE_LIBRARY", Path(__file__).parent)))
 
 
 def available_kernels() -> list[str]:
@@ -142,6 +142,7 @@ class Core:
         self._model = _library.rn_model(byref(description), int8, name, byref(problem))
         if not self._model:
             raise NativeError((problem.value or b"").decode())
+        self._real = c_double if _library.rn_score_size() == 8 else c_float
         self._local = threading.local()
 
     def __del__(self) -> None:
@@ -218,13 +219,14 @@ class Core:
         workspace = self._workspace()
         results = _Results()
         _check(_library.rn_search(self._model, workspace.handle, byref(options), byref(inputs), byref(results)))
+        scores = ctypes.cast(results.scores, POINTER(self._real))
         decoded: list[list[Decoded]] = []
         for i in range(count):
             row = []
             for j in range(i * keep, i * keep + results.counts[i]):
                 out = results.outputs[j]
                 span = slice(out.first, out.first + out.length)
-                row.append(Decoded(results.ids[span], results.scores[span], out.value, bool(out.limited)))
+                row.append(Decoded(results.ids[span], scores[span], out.value, bool(out.limited)))
             decoded.append(row)
         return decoded
 
@@ -236,7 +238,7 @@ class Core:
         target_ids, target_end = _joined(targets)
         lengths = np.asarray([len(target) for target in targets], dtype=np.int32)
         minimum = np.zeros(len(targets), np.int32)
-        scores = np.zeros(int(target_end[-1]), dtype=np.float32)
+        scores = np.zeros(int(target_end[-1]), dtype=self._real)
         inputs = _Inputs(
             len(sources),
             source_ids.ctypes.data,
@@ -248,8 +250,7 @@ class Core:
             None,
             0,
         )
-        pointer = scores.ctypes.data_as(POINTER(c_float))
-        _check(_library.rn_score(self._model, self._workspace().handle, byref(inputs), pointer))
+        _check(_library.rn_score(self._model, self._workspace().handle, byref(inputs), scores.ctypes.data))
         return [row.tolist() for row in np.split(scores, target_end[:-1])]
 
     def _workspace(self) -> _Workspace:

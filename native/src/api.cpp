@@ -36,6 +36,9 @@ const Kernels* choose_kernels(const char* name) {
 // The size of the interface, which Python compares with its own.
 EXPORT int32_t rn_interface() { return int32_t(sizeof(Options) * 1000 + sizeof(Inputs) * 100 + sizeof(Output)); }
 
+// The size of a score in bytes: that of float, or of double in a build for tests.
+EXPORT int32_t rn_score_size() { return int32_t(sizeof(real)); }
+
 // The name of the kernels for this machine, or null if those with `name` do not run here.
 EXPORT const char* rn_kernels(const char* name) {
   const Kernels* kernels = choose_kernels(name);
@@ -70,6 +73,6 @@ EXPORT int32_t rn_search(const Model* model, Workspace* workspace, const Options
 }
 
 // Log-probabilities of targets, one number for each of their tokens.
-EXPORT int32_t rn_score(const Model* model, Workspace* workspace, const Inputs* inputs, float* scores) {
+EXPORT int32_t rn_score(const Model* model, Workspace* workspace, const Inputs* inputs, real* scores) {
   return score(*model, *inputs, workspace, scores);
 }

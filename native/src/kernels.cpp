@@ -275,6 +275,14 @@ void normalize(const real* x, int stride, int rows, int width, bool rms, real ep
   }
 }
 
+#ifdef RN_DOUBLE
+inline Vector error_function(const Vector& x) {
+  real lane[LANES];
+  store(lane, x);
+  for (real& each : lane) each = std::erf(each);
+  return load(lane);
+}
+#else
 // The error function, to about 10^-7 (Abramowitz and Stegun 7.1.26).
 inline Vector error_function(const Vector& x) {
   Vector zero = splat(0), one = splat(1);
@@ -286,6 +294,7 @@ inline Vector error_function(const Vector& x) {
   Vector y = one - series * t * exp(zero - positive * positive);
   return where_less(x, zero, zero - y, y);
 }
+#endif
 
 inline Vector activated(Activation kind, const Vector& x) {
   switch (kind) {

@@ -14,7 +14,7 @@ class Scoring {
       : model_(model), inputs_(inputs), arena_(&space->memory), source_positions_(space->source_positions),
         target_positions_(space->target_positions) {}
 
-  Status run(float* scores) {
+  Status run(real* scores) {
     if (!reserve()) return OUT_OF_MEMORY;
     for (int i = 0; i < inputs_.count; i++) {
       if (!inputs_.prefix_length(i)) continue;
@@ -53,7 +53,7 @@ class Scoring {
            target_positions_.require(model_.decoder, length) && space_.reserve(model_, rows, rows, arena_);
   }
 
-  bool score_one(int i, float* scores) {
+  bool score_one(int i, real* scores) {
     const int32_t *source = inputs_.source(i), *target = inputs_.prefix(i);
     const int sources = inputs_.source_length(i), targets = inputs_.prefix_length(i);
     int first = 0;  // the position that predicts the first token
@@ -80,7 +80,7 @@ class Scoring {
       for (int t = 0; t < count; t++) {
         real* logp = logits_ + size_t(t) * vocab;
         if (!model_.kernels->log_softmax(logp, model_.target_vocab)) return false;
-        scores[start + t] = float(logp[target[start + t]]);
+        scores[start + t] = logp[target[start + t]];
       }
     }
     return true;
@@ -101,7 +101,7 @@ class Scoring {
 
 }  // namespace
 
-Status score(const Model& model, const Inputs& inputs, Workspace* space, float* scores) {
+Status score(const Model& model, const Inputs& inputs, Workspace* space, real* scores) {
   Options options;
   if (!valid(model, options, inputs)) return INVALID;
   space->memory.reset();

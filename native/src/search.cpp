@@ -159,7 +159,7 @@ class Search {
     results_->counts = arena_->take<int32_t>(size_t(inputs_.count));
     results_->outputs = arena_->take<Output>(size_t(inputs_.count) * options_.keep);
     results_->ids = arena_->take<int32_t>(size_t(tokens));
-    results_->scores = arena_->take<float>(size_t(tokens));
+    results_->scores = arena_->take<real>(size_t(tokens));
     fresh_ = arena_->take<Encoded*>(size_t(slots_));
     past_ = arena_->take<int>(size_t(limit) + 1);
     changed_ = arena_->take<Candidate>(2 * size_t(limit) + size_t(options_.after_prefix_count) + 1);
@@ -466,16 +466,16 @@ class Search {
       const bool ends = !(limited && options_.open_end);
       const int length = finished.length + ends;
       int32_t* ids = results_->ids + used_;
-      float* scores = results_->scores + used_;
+      real* scores = results_->scores + used_;
       int back = finished.back;
       for (int i = finished.length - 1; i >= 0; i--) {
         ids[i] = sentence->history[back].token;
-        scores[i] = float(sentence->history[back].score);
+        scores[i] = sentence->history[back].score;
         back = sentence->history[back].before;
       }
       if (ends) {
         ids[length - 1] = model_.eos;
-        scores[length - 1] = float(finished.end_score);
+        scores[length - 1] = finished.end_score;
       }
       Output* outputs = results_->outputs + size_t(input) * options_.keep;
       bool repeated = false;

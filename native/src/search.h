@@ -53,7 +53,7 @@ struct Results {
   int32_t* counts = nullptr;  // outputs of each input
   Output* outputs = nullptr;  // `keep` for each input
   int32_t* ids = nullptr;
-  float* scores = nullptr;
+  real* scores = nullptr;
 };
 
 enum Status { DONE, OUT_OF_MEMORY, NOT_NUMBERS, INVALID };
@@ -65,6 +65,6 @@ bool valid(const Model& model, const Options& options, const Inputs& inputs);
 Status search(const Model& model, const Options& options, const Inputs& inputs, Workspace* space, Results* results);
 
 // Log-probabilities of the prefixes of `inputs`, token by token, in `scores`. Here prefixes are whole targets with the end token.
-Status score(const Model& model, const Inputs& inputs, Workspace* space, float* scores);
+Status score(const Model& model, const Inputs& inputs, Workspace* space, real* scores);
 
 }  // namespace rn
