@@ -25,8 +25,18 @@ constexpr real LOWEST = real(-INFINITY);
 
 // Products -----------------------------------------------------------------------------------------------------------
 
+// Rows of inputs and outputs; `scale` belongs to rows of int8.
+template <typename X>
+struct Rows {
+  const X* x;
+  size_t x_stride;
+  const float* scale;
+  real* y;
+  size_t y_stride;
+};
+
 template <int ROWS, int PANELS>
-inline void multiply_tile(const Matrix& m, int panel, const real* x, int x_stride, real* y, int y_stride) {
+inline void multiply_tile(const Matrix& m, int panel, const Rows<real>& rows) {
   Register total[ROWS][PANELS * REGISTERS];
   for (int r = 0; r < ROWS; r++)
     for (int j = 0; j < PANELS * REGISTERS; j++) total[r][j] = broadcast(0);
@@ -37,98 +47,74 @@ inline void multiply_tile(const Matrix& m, int panel, const real* x, int x_strid
     for (int j = 0; j < PANELS * REGISTERS; j++) {
       const Register w = load_register(weight + j / REGISTERS * panel_size + size_t(k) * LANES + j % REGISTERS * WIDTH);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) total[r][j] = total[r][j] + w * x[size_t(r) * x_stride + k];
+      for (int r = 0; r < ROWS; r++) total[r][j] = total[r][j] + w * rows.x[r * rows.x_stride + k];
     }
   }
   for (int r = 0; r < ROWS; r++)
     for (int j = 0; j < PANELS * REGISTERS; j++) {
-      int column = panel * LANES + j * WIDTH;
+      const int column = panel * LANES + j * WIDTH;
       Register value = total[r][j];
       if (m.bias) value = value + load_register(m.bias + column);
-      store_register(y + size_t(r) * y_stride + column, value);
+      store_register(rows.y + r * rows.y_stride + column, value);
     }
 }
 
-template <int ROWS, int PANELS>
-inline int multiply_panels(const Matrix& m, int panel, int end, const real* x, int x_stride, real* y, int y_stride) {
-  for (; panel + PANELS <= end; panel += PANELS) multiply_tile<ROWS, PANELS>(m, panel, x, x_stride, y, y_stride);
-  return panel;
-}
-
-// The sizes of a tile keep its sums in registers.
-constexpr bool WIDE = REGISTERS == 1;
-
-void multiply(const Matrix& m, const real* x, int x_stride, int rows, real* y, int y_stride) {
-  const int panels = padded(m.out) / LANES;
-  constexpr int STEP = WIDE ? 2 : 1;
-  constexpr int MOST = WIDE ? 8 : 4;
-  if (rows >= MOST) {
-    for (int panel = 0; panel < panels; panel += STEP) {  // a panel stays in the cache while the rows pass
-      int end = panel + STEP < panels ? panel + STEP : panels;
-      int row = 0;
-      for (; row + MOST <= rows; row += MOST) {
-        const real* from = x + size_t(row) * x_stride;
-        real* to = y + size_t(row) * y_stride;
-        int next = multiply_panels<MOST, STEP>(m, panel, end, from, x_stride, to, y_stride);
-        multiply_panels<MOST, 1>(m, next, end, from, x_stride, to, y_stride);
-      }
-      for (; row < rows; row++) {
-        const real* from = x + size_t(row) * x_stride;
-        real* to = y + size_t(row) * y_stride;
-        int next = multiply_panels<1, STEP>(m, panel, end, from, x_stride, to, y_stride);
-        multiply_panels<1, 1>(m, next, end, from, x_stride, to, y_stride);
-      }
-    }
-    return;
-  }
-  int row = 0;
-  for (; row + 2 <= rows; row += 2) {
-    const real* from = x + size_t(row) * x_stride;
-    real* to = y + size_t(row) * y_stride;
-    int next = multiply_panels<2, WIDE ? 4 : 2>(m, 0, panels, from, x_stride, to, y_stride);
-    multiply_panels<2, 1>(m, next, panels, from, x_stride, to, y_stride);
-  }
-  for (; row < rows; row++) {
-    const real* from = x + size_t(row) * x_stride;
-    real* to = y + size_t(row) * y_stride;
-    int next = multiply_panels<1, WIDE ? 8 : 4>(m, 0, panels, from, x_stride, to, y_stride);
-    multiply_panels<1, 1>(m, next, panels, from, x_stride, to, y_stride);
-  }
-}
-
-// Exact sums of products of int8: a register of sums, and the step that adds four products to each of them.
+// Exact sums of products of int8 in registers of four products each: `spread` repeats four inputs in a register, and
+// `add_products` multiplies them with four weights of each output.
 #if defined(__AVX512VNNI__)
 typedef __m512i Sums;
+typedef __m512i Inputs;
 constexpr int SHIFT = 128;  // x + 128 is stored: the instruction multiplies unsigned by signed numbers
-inline Sums add_products(Sums sums, const int8_t* weight, int32_t four) {
-  return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(four), _mm512_loadu_si512(weight));
+inline Inputs spread(const int8_t* x) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  return _mm512_set1_epi32(four);
+}
+inline void add_products(Sums& sums, const Inputs& x, const Sums& weight) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(x), "v"(weight));  // gcc copies the sums around the intrinsic
 }
 #elif defined(__AVX2__)
 typedef __m256i Sums;
+struct Inputs {
+  __m256i value, size;
+};
 constexpr int SHIFT = 0;
-inline Sums add_products(Sums sums, const int8_t* weight, int32_t four) {
+inline Inputs spread(const int8_t* x) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  const __m256i value = _mm256_set1_epi32(four);
+  return {value, _mm256_abs_epi8(value)};
+}
+inline void add_products(Sums& sums, const Inputs& x, const Sums& weight) {
   // |x| times w with the sign of x: sums of two such products fit into 16 bits.
-  const __m256i x = _mm256_set1_epi32(four);
-  const __m256i w = _mm256_sign_epi8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight)), x);
-  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), w);
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  const __m256i pairs = _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(weight, x.value));
+  sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 typedef int32x4_t Sums;
+typedef int8x16_t Inputs;
 constexpr int SHIFT = 0;
-inline Sums add_products(Sums sums, const int8_t* weight, int32_t four) {
-  return vdotq_s32(sums, vld1q_s8(weight), vreinterpretq_s8_s32(vdupq_n_s32(four)));
+inline Inputs spread(const int8_t* x) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(four));
+}
+inline void add_products(Sums& sums, const Inputs& x, const Sums& weight) {
+  sums = vdotq_s32(sums, vreinterpretq_s8_s32(weight), x);
 }
 #else
 typedef int32_t Sums __attribute__((vector_size(16)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+typedef const int8_t* Inputs;
 constexpr int SHIFT = 0;
-inline Sums add_products(Sums sums, const int8_t* weight, int32_t four) {
-  int8_t x[4];
-  memcpy(x, &four, 4);
+inline Inputs spread(const int8_t* x) { return x; }
+inline void add_products(Sums& sums, const Inputs& x, const Sums& weight) {
+  Bytes w;
+  memcpy(&w, &weight, sizeof w);
   Sums products;
   for (int o = 0; o < 4; o++)
-    products[o] = weight[4 * o] * x[0] + weight[4 * o + 1] * x[1] + weight[4 * o + 2] * x[2] + weight[4 * o + 3] * x[3];
-  return sums + products;
+    products[o] = w[4 * o] * x[0] + w[4 * o + 1] * x[1] + w[4 * o + 2] * x[2] + w[4 * o + 3] * x[3];
+  sums = sums + products;
 }
 #endif
 constexpr int SUMS = LANES * 4 / int(sizeof(Sums));  // registers for 16 outputs
@@ -137,37 +123,50 @@ constexpr int SUMS = LANES * 4 / int(sizeof(Sums));  // registers for 16 outputs
 inline void scale_sums(const Matrix& m, int column, const Sums* sums, real x_scale, real* y) {
   int32_t exact[LANES];
   memcpy(exact, sums, sizeof exact);
-  real values[LANES], scales[LANES];
-  for (int o = 0; o < LANES; o++) {
-    values[o] = real(SHIFT ? exact[o] - m.offset[column + o] : exact[o]);
-    scales[o] = x_scale * real(m.scale[column + o]);
+  Vector values;
+  for (int i = 0; i < REGISTERS; i++) {
+    typedef int32_t Part __attribute__((vector_size(4 * WIDTH)));
+    Part part;
+    memcpy(&part, exact + i * WIDTH, sizeof part);
+    if (SHIFT) {
+      Part offset;
+      memcpy(&offset, m.offset + column + i * WIDTH, sizeof offset);
+      part = part - offset;
+    }
+    values.part[i] = __builtin_convertvector(part, Register);
   }
-  Vector out = load(values) * load(scales);
+  Vector scales;
+  for (int i = 0; i < REGISTERS; i++) {
+    typedef float Part __attribute__((vector_size(4 * WIDTH)));
+    Part part;
+    memcpy(&part, m.scale + column + i * WIDTH, sizeof part);
+    scales.part[i] = __builtin_convertvector(part, Register);
+  }
+  Vector out = values * (splat(x_scale) * scales);
   if (m.bias) out = out + load(m.bias + column);
   store(y, out);
 }
 
 template <int ROWS, int PANELS>
-inline void multiply_int8_tile(const Matrix& m, int panel, const int8_t* x, const float* x_scale, real* y,
-                               int y_stride) {
-  Sums total[ROWS][PANELS][SUMS];
+inline void multiply_tile(const Matrix& m, int panel, const Rows<int8_t>& rows) {
+  Sums total[ROWS][PANELS * SUMS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 16
-    for (int j = 0; j < PANELS * SUMS; j++) total[r][j / SUMS][j % SUMS] = Sums{};
-  const size_t panel_size = size_t(m.groups) * LANES * 4, x_stride = size_t(m.groups) * 4;
+    for (int j = 0; j < PANELS * SUMS; j++) total[r][j] = Sums{};
+  const size_t panel_size = size_t(m.groups) * LANES * 4;
   const int8_t* weight = m.quantized + panel * panel_size;
-  for (int g = 0; g < m.groups; g++) {
+  const int8_t* x = rows.x;
+  for (int g = 0; g < m.groups; g++, x += 4, weight += LANES * 4) {
+    Sums w[PANELS * SUMS];
+#pragma GCC unroll 16
+    for (int j = 0; j < PANELS * SUMS; j++)
+      memcpy(&w[j], weight + j / SUMS * panel_size + j % SUMS * sizeof(Sums), sizeof(Sums));
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-      int32_t four;
-      memcpy(&four, x + r * x_stride + size_t(g) * 4, 4);
+      const Inputs four = spread(x + r * rows.x_stride);
 #pragma GCC unroll 16
-      for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 16
-        for (int i = 0; i < SUMS; i++)
-          total[r][p][i] = add_products(total[r][p][i],
-                                        weight + p * panel_size + size_t(g) * LANES * 4 + i * int(sizeof(Sums)), four);
+      for (int j = 0; j < PANELS * SUMS; j++) add_products(total[r][j], four, w[j]);
     }
   }
 #pragma GCC unroll 16
@@ -175,44 +174,50 @@ inline void multiply_int8_tile(const Matrix& m, int panel, const int8_t* x, cons
 #pragma GCC unroll 16
     for (int p = 0; p < PANELS; p++) {
       const int column = (panel + p) * LANES;
-      scale_sums(m, column, total[r][p], real(x_scale[r]), y + size_t(r) * y_stride + column);
+      scale_sums(m, column, total[r] + p * SUMS, real(rows.scale[r]), rows.y + r * rows.y_stride + column);
     }
 }
 
-template <int ROWS, int PANELS>
-inline int multiply_int8_panels(const Matrix& m, int panel, int end, const int8_t* x, const float* scale, real* y,
-                                int y_stride) {
-  for (; panel + PANELS <= end; panel += PANELS) multiply_int8_tile<ROWS, PANELS>(m, panel, x, scale, y, y_stride);
-  return panel;
+template <int ROWS, int PANELS, typename X>
+inline void multiply_panels(const Matrix& m, int panel, int end, const Rows<X>& rows) {
+  for (; panel + PANELS <= end; panel += PANELS) multiply_tile<ROWS, PANELS>(m, panel, rows);
+  if constexpr (PANELS > 1) multiply_panels<ROWS, PANELS / 2>(m, panel, end, rows);
+}
+
+// The panels from `panel` to `end`, for ROWS rows at a time, then for the rest.
+template <int ROWS, int PANELS, typename X>
+inline void multiply_rows(const Matrix& m, int panel, int end, Rows<X> rows, int count) {
+  for (; count >= ROWS; count -= ROWS) {
+    multiply_panels<ROWS, PANELS>(m, panel, end, rows);
+    rows = {rows.x + ROWS * rows.x_stride, rows.x_stride, rows.scale + ROWS, rows.y + ROWS * rows.y_stride,
+            rows.y_stride};
+  }
+  if constexpr (ROWS > 1) {
+    if (count) multiply_rows<ROWS - 1, PANELS>(m, panel, end, rows, count);
+  }
+}
+
+// The sums of a tile stay in registers, and a few panels in the cache while all rows pass.
+template <int ROWS, int PANELS, typename X>
+inline void multiply_tiles(const Matrix& m, const Rows<X>& rows, int count) {
+  const int panels = padded(m.out) / LANES;
+  if (count == 1) return multiply_panels<1, REGISTERS == 1 ? 8 : 4>(m, 0, panels, rows);
+  for (int panel = 0; panel < panels; panel += PANELS)
+    multiply_rows<ROWS, PANELS>(m, panel, panel + PANELS < panels ? panel + PANELS : panels, rows, count);
+}
+
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 6, TILE_PANELS = 4, INT8_PANELS = 4;
+#else
+constexpr int TILE_ROWS = 4, TILE_PANELS = 1, INT8_PANELS = 2;
+#endif
+
+void multiply(const Matrix& m, const real* x, int x_stride, int rows, real* y, int y_stride) {
+  multiply_tiles<TILE_ROWS, TILE_PANELS, real>(m, {x, size_t(x_stride), nullptr, y, size_t(y_stride)}, rows);
 }
 
 void multiply_int8(const Matrix& m, const int8_t* x, const float* scale, int rows, real* y, int y_stride) {
-  const int panels = padded(m.out) / LANES;
-  const size_t x_stride = size_t(m.groups) * 4;
-  constexpr int STEP = WIDE ? 2 : 1;
-  constexpr int MOST = WIDE ? 8 : 4;
-  if (rows < MOST) {
-    for (int row = 0; row < rows; row++) {
-      real* to = y + size_t(row) * y_stride;
-      int next = multiply_int8_panels<1, WIDE ? 8 : 4>(m, 0, panels, x + row * x_stride, scale + row, to, y_stride);
-      multiply_int8_panels<1, 1>(m, next, panels, x + row * x_stride, scale + row, to, y_stride);
-    }
-    return;
-  }
-  for (int panel = 0; panel < panels; panel += STEP) {
-    int end = panel + STEP < panels ? panel + STEP : panels;
-    int row = 0;
-    for (; row + MOST <= rows; row += MOST) {
-      real* to = y + size_t(row) * y_stride;
-      int next = multiply_int8_panels<MOST, STEP>(m, panel, end, x + row * x_stride, scale + row, to, y_stride);
-      multiply_int8_panels<MOST, 1>(m, next, end, x + row * x_stride, scale + row, to, y_stride);
-    }
-    for (; row < rows; row++) {
-      real* to = y + size_t(row) * y_stride;
-      int next = multiply_int8_panels<1, STEP>(m, panel, end, x + row * x_stride, scale + row, to, y_stride);
-      multiply_int8_panels<1, 1>(m, next, end, x + row * x_stride, scale + row, to, y_stride);
-    }
-  }
+  multiply_tiles<TILE_ROWS, INT8_PANELS, int8_t>(m, {x, size_t(m.groups) * 4, scale, y, size_t(y_stride)}, rows);
 }
 
 // The sums of the last, incomplete 16 lanes: lanes beyond `count` are `rest`.
