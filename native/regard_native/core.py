@@ -84,6 +84,20 @@ class _Results(Structure):
     )
 
 
+class _Forced(Structure):
+    _fields_ = (
+        ("top_tokens", c_int32),
+        ("blocked_count", c_int32),
+        ("head_count", c_int32),
+        ("blocked", c_void_p),
+        ("heads", c_void_p),
+        ("scores", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_scores", c_void_p),
+        ("alignment", c_void_p),
+    )
+
+
 class Decoded(NamedTuple):
     """An output in token ids, with the end token unless it stopped at its limit."""
 
@@ -91,6 +105,14 @@ class Decoded(NamedTuple):
     token_scores: list[float]
     value: float
     limited: bool
+
+
+class Forced(NamedTuple):
+    """What the model predicts while it reads a given output."""
+
+    token_scores: list[float]
+    top_tokens: list[list[tuple[int, float]]]  # the most probable tokens at each position, if requested
+    alignment: np.ndarray | None  # (output tokens, source tokens): the mean weights of the requested heads
 
 
 def load_library(directory: Path) -> ctypes.CDLL:
@@ -103,9 +125,10 @@ def load_library(directory: Path) -> ctypes.CDLL:
     library.rn_free_model.argtypes = (c_void_p,)
     library.rn_workspace.restype = c_void_p
     library.rn_free_workspace.argtypes = (c_void_p,)
-    library.rn_score.argtypes = (c_void_p, c_void_p, POINTER(_Inputs), c_void_p)
+    library.rn_score.argtypes = (c_void_p, c_void_p, POINTER(_Inputs), POINTER(_Forced))
     library.rn_search.argtypes = (c_void_p, c_void_p, POINTER(_Options), POINTER(_Inputs), POINTER(_Results))
-    sizes = ctypes.sizeof(_Options) * 1000 + ctypes.sizeof(_Inputs) * 100 + ctypes.sizeof(_Output)
+    sizes = ctypes.sizeof(_Options) * 1000 + ctypes.sizeof(_Inputs) * 100
+    sizes += ctypes.sizeof(_Output) * 10 + ctypes.sizeof(_Forced)
     if library.rn_interface() != sizes:
         raise NativeError("the compiled core is of another version; install regard-native again")
     return library
@@ -232,13 +255,27 @@ class Core:
 
     def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of every token of every target, which includes its end token."""
+        return [forced.token_scores for forced in self.force(sources, targets)]
+
+    def force(
+        self,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        *,
+        top_tokens: int = 0,
+        blocked: Sequence[int] = (),
+        heads: Sequence[tuple[int, int]] = (),
+    ) -> list[Forced]:
+        """Read given targets, which include their end token. Consecutive pairs with the same source share its encoding.
+
+        `blocked` tokens are never among the `top_tokens`. `heads` are cross-attention heads as (layer, head).
+        """
         if not sources:
             return []
         source_ids, source_end = _joined(sources)
         target_ids, target_end = _joined(targets)
         lengths = np.asarray([len(target) for target in targets], dtype=np.int32)
         minimum = np.zeros(len(targets), np.int32)
-        scores = np.zeros(int(target_end[-1]), dtype=self._real)
         inputs = _Inputs(
             len(sources),
             source_ids.ctypes.data,
@@ -250,8 +287,35 @@ class Core:
             None,
             0,
         )
-        _check(_library.rn_score(self._model, self._workspace().handle, byref(inputs), scores.ctypes.data))
-        return [row.tolist() for row in np.split(scores, target_end[:-1])]
+        blocked_ids = np.asarray(blocked, dtype=np.int32)
+        head_numbers = np.asarray(heads, dtype=np.int32)
+        scores = np.empty(int(target_end[-1]), dtype=self._real)
+        top_ids = np.empty((len(scores), top_tokens), dtype=np.int32)
+        top_scores = np.empty(top_ids.shape, dtype=self._real)
+        sizes = lengths.astype(np.int64) * np.diff(source_end, prepend=0) if heads else np.zeros(len(targets), np.int64)
+        weights = np.zeros(int(sizes.sum()), dtype=self._real)
+        forced = _Forced(
+            top_tokens,
+            len(blocked_ids),
+            len(heads),
+            blocked_ids.ctypes.data,
+            head_numbers.ctypes.data,
+            scores.ctypes.data,
+            top_ids.ctypes.data,
+            top_scores.ctypes.data,
+            weights.ctypes.data,
+        )
+        _check(_library.rn_score(self._model, self._workspace().handle, byref(inputs), byref(forced)))
+        rows = [row.tolist() for row in np.split(scores, target_end[:-1])]
+        tops: list[list[list[tuple[int, float]]]] = [[] for _ in targets]
+        if top_tokens:
+            pairs = np.split(top_ids, target_end[:-1]), np.split(top_scores, target_end[:-1])
+            tops = [[_present(*row) for row in zip(*each, strict=True)] for each in zip(*pairs, strict=True)]
+        matrices: list[np.ndarray | None] = [None] * len(targets)
+        if heads:
+            parts = np.split(weights, np.cumsum(sizes)[:-1])
+            matrices = [part.reshape(len(target), -1) for part, target in zip(parts, targets, strict=True)]
+        return [Forced(*each) for each in zip(rows, tops, matrices, strict=True)]
 
     def _workspace(self) -> _Workspace:
         if not hasattr(self._local, "workspace"):
@@ -263,6 +327,11 @@ class Core:
 def _check(status: int) -> None:
     if status:
         raise MemoryError(STATUS[1]) if status == 1 else NativeError(STATUS[status])
+
+
+def _present(ids: np.ndarray, scores: np.ndarray) -> list[tuple[int, float]]:
+    """The most probable tokens at one position, with their scores."""
+    return [(token, score) for token, score in zip(ids.tolist(), scores.tolist(), strict=True) if token >= 0]
 
 
 class _Workspace:

@@ -34,7 +34,9 @@ const Kernels* choose_kernels(const char* name) {
 }  // namespace
 
 // The size of the interface, which Python compares with its own.
-EXPORT int32_t rn_interface() { return int32_t(sizeof(Options) * 1000 + sizeof(Inputs) * 100 + sizeof(Output)); }
+EXPORT int32_t rn_interface() {
+  return int32_t(sizeof(Options) * 1000 + sizeof(Inputs) * 100 + sizeof(Output) * 10 + sizeof(Forced));
+}
 
 // The size of a score in bytes: that of float, or of double in a build for tests.
 EXPORT int32_t rn_score_size() { return int32_t(sizeof(real)); }
@@ -72,7 +74,7 @@ EXPORT int32_t rn_search(const Model* model, Workspace* workspace, const Options
   return search(*model, *options, *inputs, workspace, results);
 }
 
-// Log-probabilities of targets, one number for each of their tokens.
-EXPORT int32_t rn_score(const Model* model, Workspace* workspace, const Inputs* inputs, real* scores) {
-  return score(*model, *inputs, workspace, scores);
+// Score given outputs; fills the arrays of `forced`.
+EXPORT int32_t rn_score(const Model* model, Workspace* workspace, const Inputs* inputs, const Forced* forced) {
+  return score(*model, *inputs, workspace, *forced);
 }

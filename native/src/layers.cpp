@@ -166,6 +166,13 @@ Query make_query(const Model& model, const Attention& a, int h, const real* q, i
   return query;
 }
 
+// Add the weights of the current query to the alignment if its head is watched.
+void add_alignment(const Attention& a, int h, int first, int end, const Activations& space, real* alignment) {
+  for (int i = 0; i < space.watched_count; i++)
+    if (space.watched[i].attention == &a && space.watched[i].head == h)
+      for (int s = first; s < end; s++) alignment[s] += space.weights[s] / real(space.watched_count);
+}
+
 void attend_source(const Model& model, const Attention& a, const real* queries, const Row& row, int first, int end,
                    const real* bias, size_t bias_stride, Activations* space, real* out) {
   for (int h = 0; h < a.heads; h++) {
@@ -173,6 +180,7 @@ void attend_source(const Model& model, const Attention& a, const real* queries, 
     const real* own = bias ? bias + a.head_number[h] * bias_stride : nullptr;
     const Query query = make_query(model, a, h, queries + h * a.query_width, first, end, own, space);
     model.kernels->attend_source(query, head, space->weights, out + h * a.value_width);
+    if (row.alignment) add_alignment(a, h, first, end, *space, row.alignment);
   }
 }
 
@@ -499,10 +507,7 @@ void run_decoder(const Model& model, const Positions& positions, const Row* rows
   const Stack& stack = model.decoder;
   if (!stack.recurrent()) return run_transformer(model, stack, positions, rows, count, nodes, space);
   embed(model, stack, positions, rows, count, space->x);
-  // The rows of one output follow each other.
-  const int at_once = count > 1 && rows[0].path == rows[1].path ? 1 : count;
-  for (int r = 0; r < count; r += at_once)
-    step_recurrent(model, stack, rows + r, at_once, nodes, space->x + size_t(r) * padded(stack.width), space);
+  step_recurrent(model, stack, rows, count, nodes, space->x, space);
 }
 
 void predict(const Model& model, int rows, Activations* space, real* logits) {

@@ -167,6 +167,13 @@ struct Row {
   int source_length;
   const int* path;      // of a decoder: the node of each token, this one included
   const real* initial;  // of a recurrent decoder: the state before the first token
+  real* alignment = nullptr;  // or null: where the mean weights of the watched heads are added
+};
+
+// A head of cross-attention.
+struct Watched {
+  const Attention* attention;
+  int head;
 };
 
 // Space for the activations of a number of rows.
@@ -177,6 +184,8 @@ struct Activations {
   real* finals = nullptr;  // of a recurrent encoder: [layers][padded width], of the current source
   int8_t* quantized = nullptr;
   float* scales = nullptr;
+  const Watched* watched = nullptr;
+  int watched_count = 0;
 
   bool reserve(const Model& model, int rows, int keys, Arena* arena);
 };

@@ -64,7 +64,20 @@ bool valid(const Model& model, const Options& options, const Inputs& inputs);
 // The workspace holds the results until its next use.
 Status search(const Model& model, const Options& options, const Inputs& inputs, Workspace* space, Results* results);
 
-// Log-probabilities of the prefixes of `inputs`, token by token, in `scores`. Here prefixes are whole targets with the end token.
-Status score(const Model& model, const Inputs& inputs, Workspace* space, real* scores);
+// What a forced pass returns; the caller owns the memory.
+struct Forced {
+  int32_t top_tokens = 0;
+  int32_t blocked_count = 0;
+  int32_t head_count = 0;
+  const int32_t* blocked = nullptr;  // tokens that are never among the most probable ones
+  const int32_t* heads = nullptr;    // cross-attention heads for alignments, each as layer and head
+  real* scores = nullptr;            // the log-probability of each token of all outputs
+  int32_t* top_ids = nullptr;        // the most probable tokens at each position; -1: none
+  real* top_scores = nullptr;
+  real* alignment = nullptr;  // of each pair: mean weights of the heads, [output tokens][source tokens], zero before
+};
+
+// Score the prefixes of `inputs`, which are whole outputs with the end token here.
+Status score(const Model& model, const Inputs& inputs, Workspace* space, const Forced& forced);
 
 }  // namespace rn
