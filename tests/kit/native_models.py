@@ -66,17 +66,18 @@ def configs(draw: st.DrawFn) -> Config:
         if shared["position"] == "relative":
             shared |= {"reach": one_of(None, 3), "memory": one_of(0, 4)}
 
-    def stack() -> Stack:
+    def stack(crosses: bool = False) -> Stack:
         if recurrent:
             return Stack(**shared)
         some = st.sets(st.integers(0, heads - 1), min_size=1).map(lambda kept: tuple(sorted(kept)))
-        return Stack(**shared, kept_heads=draw(st.none() | st.tuples(*[some] * layers)))
+        pruned = st.none() | st.tuples(*[some] * layers)
+        return Stack(**shared, kept_heads=draw(pruned), kept_cross_heads=draw(pruned) if crosses else None)
 
     return Config(
         source_vocab=vocab,
         target_vocab=vocab,
         encoder=None if alone else stack(),
-        decoder=stack(),
+        decoder=stack(crosses=not alone),
         tie_output=draw(st.booleans()),
         scale_embeddings=draw(st.booleans()),
         output_bias=draw(st.booleans()),
