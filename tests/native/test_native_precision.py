@@ -12,7 +12,9 @@ from regard.decode.ensemble import Scorer
 from regard.decode.request import Options
 from regard.decode.search import search
 
-core = pytest.importorskip("regard_native.core")
+pytest.importorskip("regard_native")
+
+from regard_native import core
 
 from kit.native_build import CAN_BUILD, build
 from kit.native_models import BLOCKED, configs, describe, make_inputs, make_model, native_search, options
