@@ -31,6 +31,7 @@ class _Description(Structure):
         ("count", c_size_t),
         ("tensors", POINTER(c_void_p)),
         ("sizes", POINTER(c_int64)),
+        ("rows", POINTER(c_int64)),
         ("tensor_count", c_size_t),
     )
 
@@ -153,11 +154,13 @@ class Core:
         values = np.asarray(numbers, dtype=np.float64)
         pointers = (c_void_p * len(tensors))(*(x.ctypes.data for x in self._tensors))
         sizes = np.asarray([x.size for x in self._tensors], dtype=np.int64)
+        rows = np.asarray([x.shape[0] if x.ndim else 1 for x in self._tensors], dtype=np.int64)
         description = _Description(
             values.ctypes.data_as(POINTER(c_double)),
             len(values),
             pointers,
             sizes.ctypes.data_as(POINTER(c_int64)),
+            rows.ctypes.data_as(POINTER(c_int64)),
             len(tensors),
         )
         problem = c_char_p()

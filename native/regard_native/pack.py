@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from regard_native.config import model_config
 from regard_native.core import NativeError
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "tanh")
@@ -16,18 +17,25 @@ POSITIONS = ("none", "sinusoid", "sinusoid_halves", "learned", "rotary", "alibi"
 MIXERS = ("attention", "gru", "lstm")
 SCORES = {"scaled_dot": 0, "dot": 0, "general": 1, "cosine": 2, "additive": 3, "concat": 3, "location": 4}
 FAR = 128  # distance from which on buckets are constant
+BUCKETS = 32
+FLOATS = ("float16", "float32", "float64")
 
 
 class Description:
     """The numbers and tensors in the order in which `read_model` of the core reads them."""
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> None:
+        config = model_config(config)
+        for name, weight in weights.items():
+            if weight.dtype not in FLOATS:
+                raise NativeError(
+                    f"the weights {name:.100} have the type {weight.dtype}; allowed are {', '.join(FLOATS)}"
+                )
         self.numbers: list[float] = []
         self.tensors: list[np.ndarray] = []
         self._weights = weights
+        self._unused = set(weights)
         encoder, decoder = config["encoder"], config["decoder"]
-        if decoder is None or config["output"] != "tokens":
-            raise NativeError("the native engine decodes models that generate text; this one does not")
         source = "source_embedding.weight"
         target = source if config["share_embeddings"] and encoder is not None else "target_embedding.weight"
         start = config["ids"][config["start"]]
@@ -41,9 +49,15 @@ class Description:
             self._tensor(source)
         self._tensor(target)
         self._tensor(target if config["tie_output"] else "output.weight")
-        self._tensor("output.bias")
+        if config["output_bias"]:
+            self._tensor("output.bias")
+        else:
+            self._add(None)
+        if self._unused:
+            raise NativeError(f"the weights do not fit config.json: {min(self._unused):.100} is not known")
 
     def _tensor(self, name: str) -> None:
+        self._unused.discard(name)
         self._add(self._weights.get(name))
 
     def _linear(self, name: str) -> None:
@@ -54,16 +68,15 @@ class Description:
         self.numbers.append(stack is not None)
         if stack is None:
             return
-        check_supported(name, stack)
         self.numbers += [MIXERS.index(stack["mixer"]), stack["width"], stack["layers"], stack["heads"]]
         if stack["mixer"] != "attention":
             self._recurrent(name, stack)
             return
-        query = self._weights.get(f"{name}.blocks.0.attention.query.weight")
-        if query is None or query.ndim != 2 or query.shape[1] != stack["width"]:  # the tables below have this size
-            raise NativeError(
-                f"the weights do not fit config.json: the {name} has not the width {stack['width']!r:.20}"
-            )
+        query = self._weight(f"{name}.blocks.0.attention.query.weight")
+        heads = stack["heads"] if stack["kept_heads"] is None else len(stack["kept_heads"][0])
+        head_width = stack["head_width"] or stack["width"] // stack["heads"]
+        if query.shape != (heads * head_width, stack["width"]):  # the tables below have these sizes
+            raise NativeError(f"the weights do not fit config.json: the {name} has other widths")
         pre = stack["norm_at"] == "pre"
         window = min((limit for limit in (stack["window"], stack["memory"]) if limit), default=0)
         self.numbers += [
@@ -163,7 +176,7 @@ class Description:
             for head in kv_heads:
                 self._add_linear(key[head].T)
             for head in heads:
-                self._add(self._weight(f"{name}.score.v")[head])
+                self._add(self._weight(f"{name}.score.v")[head].ravel())
         self.numbers.append(stack["cross_window"] or 0 if crosses else 0)
         centered = crosses and stack["cross_center"] == "predicted"
         self.numbers.append(centered)
@@ -171,7 +184,7 @@ class Description:
             for head in heads:
                 self._add_linear(self._weight(f"{name}.center.hidden")[head].T)
             for head in heads:
-                self._add(self._weight(f"{name}.center.v")[head])
+                self._add(self._weight(f"{name}.center.v")[head].ravel())
         relative = stack["position"] == "relative" and not crosses
         self.numbers.append(relative)
         if relative:
@@ -184,6 +197,7 @@ class Description:
     def _weight(self, name: str) -> np.ndarray:
         if name not in self._weights:
             raise NativeError(f"the weights do not fit config.json: {name} is missing")
+        self._unused.discard(name)
         return self._weights[name]
 
     def _add(self, tensor: np.ndarray | None) -> None:
@@ -208,21 +222,13 @@ class Description:
         elif kind == "alibi":
             self.numbers += alibi_slopes(stack["heads"])
         elif kind == "bucket":
-            rows = len(self._weights[f"{name}.position.table.weight"])
-            self.numbers.append(rows)
+            self.numbers.append(BUCKETS)
             self._tensor(f"{name}.position.table.weight")
             self.numbers.append(FAR)
-            self.numbers += [bucket(offset, name == "encoder", rows) for offset in range(-FAR, FAR + 1)]
+            self.numbers += [bucket(offset, name == "encoder", BUCKETS) for offset in range(-FAR, FAR + 1)]
 
     def _rates(self, rates: Sequence[float]) -> None:
         self.numbers += [len(rates), *rates]
-
-
-def check_supported(name: str, stack: Mapping[str, Any]) -> None:
-    """Refuse what the core does not compute."""
-    for key, allowed in (("mixer", MIXERS), ("score", SCORES), ("residual", ("add",)), ("position", POSITIONS)):
-        if stack[key] not in allowed:
-            raise NativeError(f"the native engine does not support {key} {stack[key]}; use the engine torch")
 
 
 def _power(base: float, numerator: int, denominator: int) -> float:

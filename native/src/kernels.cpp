@@ -230,14 +230,19 @@ inline Vector load_some(const real* x, int count, real rest) {
 void quantize(const real* x, int x_stride, int rows, int width, int8_t* out, float* scale) {
   const int size = (width + 3) / 4 * 4;
   for (int r = 0; r < rows; r++, x += x_stride, out += size) {
-    Vector top = splat(0);
+    Vector top = splat(0), zeros = splat(0);  // NaN where a number is infinite or NaN, and so the scale
     for (int i = 0; i < width; i += LANES) {
       Vector v = width - i >= LANES ? load(x + i) : load_some(x + i, width - i, 0);
       top = larger(top, larger(v, splat(0) - v));
+      zeros = zeros + (v - v);
     }
-    const real highest = maximum(top);
-    scale[r] = float(highest / 127);
-    const real factor = highest > 0 ? 127 / highest : 0;
+    const real highest = maximum(top), zero = sum(zeros);
+    scale[r] = float(highest / 127 + zero);
+    if (!(zero == 0)) {
+      memset(out, 0, size_t(size));
+      continue;
+    }
+    const real factor = highest > real(1e-30) ? 127 / highest : 0;
     constexpr real SHIFTER = sizeof(real) == 4 ? real(12582912.0) : real(6755399441055744.0);  // rounds to nearest even
     for (int i = 0; i < width; i += LANES) {
       const Vector v = width - i >= LANES ? load(x + i) : load_some(x + i, width - i, 0);
@@ -303,7 +308,7 @@ inline Vector error_function(const Vector& x) {
 
 inline Vector activated(Activation kind, const Vector& x) {
   switch (kind) {
-    case RELU: return larger(x, splat(0));
+    case RELU: return larger(splat(0), x);  // NaN for NaN
     case SILU: return x * sigmoid(x);
     case TANH: return tanh(x);
     case GELU: return splat(real(0.5)) * x * (splat(1) + error_function(x * splat(real(0.7071067811865476))));

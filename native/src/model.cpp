@@ -8,13 +8,16 @@
 
 #include "scalar.h"
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
+
 namespace rn {
 
 // Memory -------------------------------------------------------------------------------------------------------------
 
 constexpr size_t ALIGNMENT = 64;
 constexpr size_t MIN_BLOCK = size_t(1) << 16;
-constexpr size_t MAX_BYTES = size_t(1) << 40;
 
 struct Arena::Block {
   Block* before;
@@ -23,7 +26,7 @@ struct Arena::Block {
 };
 
 void* Arena::take_bytes(size_t count, size_t size) {
-  if (failed_ || count > MAX_BYTES / size) {
+  if (failed_ || count > limit_ / size) {
     failed_ = true;
     return nullptr;
   }
@@ -32,7 +35,7 @@ void* Arena::take_bytes(size_t count, size_t size) {
     size_t body = bytes > MIN_BLOCK ? bytes : MIN_BLOCK;
     if (body < wanted_) body = wanted_;
     wanted_ = 0;
-    void* memory = std::malloc(sizeof(Block) + body + ALIGNMENT);
+    void* memory = total_ + body > limit_ ? nullptr : std::malloc(sizeof(Block) + body + ALIGNMENT);
     if (!memory) {
       failed_ = true;
       return nullptr;
@@ -72,11 +75,33 @@ void Arena::reset() {
   }
 }
 
+uint64_t memory_limit() {
+#if defined(_SC_PHYS_PAGES)
+  const long pages = sysconf(_SC_PHYS_PAGES), page_size = sysconf(_SC_PAGESIZE);
+  if (pages > 0 && page_size > 0) return uint64_t(pages) * uint64_t(page_size);
+#endif
+  return uint64_t(1) << 34;
+}
+
 // Reading ------------------------------------------------------------------------------------------------------------
 
 namespace {
 
 constexpr int MAX_WIDTH = 1 << 20;
+constexpr int MAX_QUANTIZED = 1 << 17;  // inputs whose sum of int8 products fits into 32 bits
+constexpr double MAX_NUMBER = 1e30;
+constexpr int MAX_JOINED = 2;
+
+bool finite(const float* x, size_t count) {
+  uint32_t most = 0;
+  for (size_t i = 0; i < count; i++) {
+    uint32_t bits;
+    memcpy(&bits, x + i, sizeof bits);
+    bits &= 0x7FFFFFFF;
+    most = bits > most ? bits : most;
+  }
+  return most < 0x7F800000;
+}
 
 class Reader {
  public:
@@ -90,7 +115,17 @@ class Reader {
       fail("the description of the model ends too early");
       return 0;
     }
-    return description_.numbers[next_++];
+    const double value = description_.numbers[next_++];
+    if (value >= -MAX_NUMBER && value <= MAX_NUMBER) return value;
+    fail("a number in the description of the model is not finite or too large");
+    return 0;
+  }
+
+  // The angle per position of a sinusoid or rotation.
+  double rate() {
+    const double value = number();
+    if (!(value >= 0 && value <= 1)) fail("a rate of positions is not between 0 and 1");
+    return value;
   }
 
   int integer(int least, int most) {
@@ -104,13 +139,18 @@ class Reader {
 
   bool flag() { return integer(0, 1) == 1; }
 
-  // The tensor with the next number, which must have `size` elements; null if there is none.
-  const real* tensor(size_t size) {
+  // The tensor with the next number, which must have these sizes; null if there is none.
+  const real* tensor(size_t rows, size_t columns = 1) {
+    const size_t size = rows * columns;
     int index = integer(-1, INT_MAX);
     if (index < 0 || problem) return nullptr;
     if (size_t(index) >= description_.tensor_count || description_.sizes[index] < 0 ||
-        size_t(description_.sizes[index]) != size) {
+        size_t(description_.sizes[index]) != size || size_t(description_.rows[index]) != rows) {
       fail("a tensor does not have the size that the model needs");
+      return nullptr;
+    }
+    if (!finite(description_.tensors[index], size)) {
+      fail("some weights are not finite numbers; was training stable?");
       return nullptr;
     }
 #ifdef RN_DOUBLE
@@ -122,8 +162,8 @@ class Reader {
 #endif
   }
 
-  const real* required(size_t size) {
-    const real* out = tensor(size);
+  const real* required(size_t rows, size_t columns = 1) {
+    const real* out = tensor(rows, columns);
     if (!out) fail("a tensor of the model is missing");
     return out;
   }
@@ -137,7 +177,7 @@ class Reader {
   }
 
   Matrix matrix(int in, int out, bool quantize = true) {
-    const real* weight = required(size_t(in) * size_t(out));
+    const real* weight = required(size_t(out), size_t(in));
     const real* bias = tensor(size_t(out));
     return pack(weight, bias, in, out, quantize);
   }
@@ -145,18 +185,20 @@ class Reader {
   // Several layers with the same input as one matrix; their outputs follow each other.
   Matrix joined(int in, const int* outs, int count) {
     int total = 0;
-    for (int i = 0; i < count; i++) total += outs[i];
+    const real *weights[MAX_JOINED], *biases[MAX_JOINED];
+    for (int i = 0; i < count; i++) {
+      weights[i] = required(size_t(outs[i]), size_t(in));
+      biases[i] = tensor(size_t(outs[i]));
+      total += outs[i];
+    }
     real* weight = take<real>(size_t(in) * size_t(total));
     real* bias = take<real>(size_t(total));
     bool biased = false;
     int done = 0;
     for (int i = 0; i < count && !problem; i++) {
-      const real* w = required(size_t(in) * size_t(outs[i]));
-      const real* b = tensor(size_t(outs[i]));
-      if (problem) break;
-      memcpy(weight + size_t(done) * in, w, sizeof(real) * in * outs[i]);
-      for (int o = 0; o < outs[i]; o++) bias[done + o] = b ? b[o] : 0;
-      biased = biased || b;
+      memcpy(weight + size_t(done) * in, weights[i], sizeof(real) * in * outs[i]);
+      for (int o = 0; o < outs[i]; o++) bias[done + o] = biases[i] ? biases[i][o] : 0;
+      biased = biased || biases[i];
       done += outs[i];
     }
     return problem ? Matrix() : pack(weight, biased ? bias : nullptr, in, total, true);
@@ -165,7 +207,7 @@ class Reader {
   // The gates of a recurrent layer, each padded to whole vectors.
   Matrix gates(int in, int width, int count) {
     const int stride = padded(width);
-    const real* weight = required(size_t(in) * size_t(width * count));
+    const real* weight = required(size_t(width * count), size_t(in));
     const real* bias = required(size_t(width * count));
     real* spread = take<real>(size_t(in) * size_t(stride * count));
     real* spread_bias = take<real>(size_t(stride * count));
@@ -194,7 +236,7 @@ class Reader {
 
   template <typename T>
   T* take(size_t count) {
-    T* out = memory_->take<T>(count);
+    T* out = problem ? nullptr : memory_->take<T>(count);
     if (!out) fail("not enough memory for the model");
     return out;
   }
@@ -213,6 +255,7 @@ class Reader {
     if (problem) return m;
     const int width = padded(out);
     m.bias = whole_vectors(bias, out);
+    if (int8_ && quantize && in > MAX_QUANTIZED) fail("a layer has too many inputs for int8");
     if (problem) return m;
     if (int8_ && quantize) {
       pack_int8(weight, &m);
@@ -314,7 +357,7 @@ void read_attention(Reader* reader, int stack_heads, int stack_width, Attention*
     a->reach = reader->integer(0, INT_MAX);
     a->content = reader->vectors_of_heads(a->heads, a->query_width);
     a->place = reader->vectors_of_heads(a->heads, a->query_width);
-    a->place_weight = reader->required(size_t(a->heads) * size_t(a->query_width) * size_t(stack_width));
+    a->place_weight = reader->required(size_t(a->heads) * size_t(a->query_width), size_t(stack_width));
   }
 }
 
@@ -327,13 +370,13 @@ void read_position(Reader* reader, Stack* stack) {
     case RELATIVE:
       stack->rate_count = reader->integer(1, MAX_WIDTH);
       stack->rates = reader->take<double>(size_t(stack->rate_count));
-      for (int i = 0; !reader->problem && i < stack->rate_count; i++) stack->rates[i] = reader->number();
+      for (int i = 0; !reader->problem && i < stack->rate_count; i++) stack->rates[i] = reader->rate();
       if (stack->position != ROTARY && stack->rate_count < (stack->width + 1) / 2)
         reader->fail("too few rates of positions");
       break;
     case LEARNED:
       stack->table_rows = reader->integer(1, INT_MAX);
-      stack->table = reader->required(size_t(stack->table_rows) * size_t(stack->width));
+      stack->table = reader->required(size_t(stack->table_rows), size_t(stack->width));
       break;
     case ALIBI:
       stack->slopes = reader->take<double>(size_t(stack->heads));
@@ -341,7 +384,7 @@ void read_position(Reader* reader, Stack* stack) {
       break;
     case BUCKET:
       stack->table_rows = reader->integer(1, 1 << 16);
-      stack->table = reader->required(size_t(stack->table_rows) * size_t(stack->heads));
+      stack->table = reader->required(size_t(stack->table_rows), size_t(stack->heads));
       stack->far = reader->integer(1, 1 << 16);
       stack->bucket = reader->take<int>(size_t(2 * stack->far + 1));
       for (int i = 0; !reader->problem && i <= 2 * stack->far; i++)
@@ -462,8 +505,8 @@ const char* read_model(const Description& description, bool int8, const Kernels*
     reader.fail("a recurrent decoder needs an encoder");
   if (reader.problem) return reader.problem;
   if (model->encoder.present)
-    model->source_embedding = reader.required(size_t(model->source_vocab) * size_t(model->encoder.width));
-  model->target_embedding = reader.required(size_t(model->target_vocab) * size_t(model->decoder.width));
+    model->source_embedding = reader.required(size_t(model->source_vocab), size_t(model->encoder.width));
+  model->target_embedding = reader.required(size_t(model->target_vocab), size_t(model->decoder.width));
   model->output = reader.matrix(model->decoder.width, model->target_vocab);
   if (!reader.problem && !reader.finished()) reader.fail("the description of the model is too long");
   return reader.problem;

@@ -7,10 +7,10 @@
 
 namespace rn {
 
-// Memory that is freed together. A failed request returns null and is remembered.
+// Memory that is freed together. A request that fails, or that would exceed the limit, returns null and is remembered.
 class Arena {
  public:
-  Arena() = default;
+  explicit Arena(uint64_t limit = uint64_t(1) << 50) : limit_(limit) {}
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   ~Arena() { free_blocks(); }
@@ -28,6 +28,7 @@ class Arena {
   void* take_bytes(size_t count, size_t size);
   void free_blocks();
   Block* last_ = nullptr;
+  uint64_t limit_;  // bytes
   size_t left_ = 0, total_ = 0, wanted_ = 0;
   bool failed_ = false;
 };
@@ -129,11 +130,15 @@ struct Description {
   size_t count;
   const float* const* tensors;
   const int64_t* sizes;
+  const int64_t* rows;  // the first dimension of each tensor
   size_t tensor_count;
 };
 
 // Read and pack a model -> null, or what is wrong with the description.
 const char* read_model(const Description& description, bool int8, const Kernels* kernels, Model* model);
+
+// The memory of this machine in bytes, which requests for batches may not exceed.
+uint64_t memory_limit();
 
 constexpr int MIN_POSITIONS = 128;  // in a table
 
@@ -151,12 +156,12 @@ struct Positions {
  private:
   bool fill(const Stack& stack);
   bool fill_places(const Stack& stack);
-  Arena memory_;
+  Arena memory_{memory_limit()};
 };
 
 // The memory of one thread that searches with one model.
 struct Workspace {
-  Arena memory;  // of the current batch
+  Arena memory{memory_limit()};  // of the current batch
   Positions source_positions, target_positions;
 };
 

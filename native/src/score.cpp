@@ -296,7 +296,7 @@ bool valid_request(const Model& model, const Forced& forced) {
 
 Status score(const Model& model, const Inputs& inputs, Workspace* space, const Forced& forced) {
   Options options;
-  if (!valid(model, options, inputs) || !valid_request(model, forced)) return INVALID;
+  if (!valid(model, options, inputs, 0) || !valid_request(model, forced)) return INVALID;
   space->memory.reset();
   return Scoring(model, inputs, space, forced).run();
 }

@@ -13,6 +13,7 @@ namespace {
 
 constexpr real LOWEST = real(-INFINITY);
 constexpr int MAX_ENCODED_TOKENS = 512;  // at a time
+constexpr size_t MAX_NODE_BYTES = size_t(1) << 30;  // of all sentences that are decoded at the same time
 // The multiple of its length to which a hypothesis may still grow, at no cost, to enter an n-best.
 constexpr double NBEST_GROWTH = 1.25;
 
@@ -147,6 +148,9 @@ class Search {
     }
     const bool encodes = model_.encoder.present;
     longest_ = limit + 1 + (encodes ? 0 : source);
+    const size_t sentence = size_t(width_) * size_t(longest_) * (model_.decoder.node_size + 1) * sizeof(real);
+    const size_t most = MAX_NODE_BYTES / sentence;
+    if (most < size_t(slots_)) slots_ = most ? int(most) : 1;
     const int blocks = encodes ? padded(source) / LANE_COUNT : 0;
     const int rows = slots_ * width_;
     chunk_ = encodes ? (source > MAX_ENCODED_TOKENS ? source : MAX_ENCODED_TOKENS) : source;
@@ -524,10 +528,12 @@ class Search {
 }  // namespace
 
 constexpr int MAX_TOKENS = 1 << 20;  // of a source or an output
-constexpr int64_t MAX_NODES = 1 << 30;
+constexpr int64_t MAX_NODES = 1 << 29;
+constexpr int MAX_BEAM = 1000;
 
-bool valid(const Model& model, const Options& options, const Inputs& inputs) {
-  if (inputs.count < 1 || options.beam < 1 || options.beam > 1000 || options.keep < 1 || options.sentences < 1)
+bool valid(const Model& model, const Options& options, const Inputs& inputs, int additional) {
+  if (inputs.count < 1 || options.beam < 1 || options.beam > MAX_BEAM || options.keep < 1 ||
+      options.keep > MAX_BEAM || options.sentences < 1)
     return false;
   const int vocab = model.encoder.present ? model.source_vocab : model.target_vocab;
   for (int i = 0; i < options.blocked_count; i++)
@@ -544,16 +550,16 @@ bool valid(const Model& model, const Options& options, const Inputs& inputs) {
       if (inputs.source(i)[s] < 0 || inputs.source(i)[s] >= vocab) return false;
     for (int p = 0; p < prefix; p++)
       if (inputs.prefix(i)[p] < 0 || inputs.prefix(i)[p] >= model.target_vocab) return false;
-    const int positions = limit + 1 + (model.encoder.present ? 0 : source);
-    if (int64_t(options.sentences) * options.beam * positions > MAX_NODES) return false;
-    if (model.decoder.position == LEARNED && positions > model.decoder.table_rows + 1) return false;
+    const int positions = limit + additional + (model.encoder.present ? 0 : source - 1);
+    if (int64_t(options.beam) * positions >= MAX_NODES) return false;
+    if (model.decoder.position == LEARNED && positions > model.decoder.table_rows) return false;
     if (model.encoder.present && model.encoder.position == LEARNED && source > model.encoder.table_rows) return false;
   }
   return true;
 }
 
 Status search(const Model& model, const Options& options, const Inputs& inputs, Workspace* space, Results* results) {
-  if (!valid(model, options, inputs)) return INVALID;
+  if (!valid(model, options, inputs, 1)) return INVALID;
   space->memory.reset();
   return Search(model, options, inputs, space, results).run();
 }

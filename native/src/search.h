@@ -58,8 +58,9 @@ struct Results {
 
 enum Status { DONE, OUT_OF_MEMORY, NOT_NUMBERS, INVALID };
 
-// Whether ids, lengths and limits are those of a model, and not too large.
-bool valid(const Model& model, const Options& options, const Inputs& inputs);
+// Whether ids, lengths and limits are those of a model, and not too large. `positions` is the number that an output needs
+// in addition to those of its tokens.
+bool valid(const Model& model, const Options& options, const Inputs& inputs, int positions);
 
 // The workspace holds the results until its next use.
 Status search(const Model& model, const Options& options, const Inputs& inputs, Workspace* space, Results* results);
