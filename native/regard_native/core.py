@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,6 +20,7 @@ STATUS = (
     "the scores of the model are not numbers (NaN); its weights are broken",
     "invalid token ids or limits",
 )
+INVALID, RUNNING = 3, 4
 SENTENCES = 32  # decoded at the same time
 
 
@@ -36,25 +39,46 @@ class _Description(Structure):
     )
 
 
+class _Ensemble(Structure):
+    _fields_ = (
+        ("count", c_int32),
+        ("models", POINTER(c_void_p)),
+        ("spaces", POINTER(c_void_p)),
+        ("weights", POINTER(c_double)),
+    )
+
+
 class _Options(Structure):
     _fields_ = (
         ("beam", c_int32),
         ("keep", c_int32),
         ("exact", c_int32),
-        ("open_end", c_int32),
         ("sentences", c_int32),
         ("blocked_count", c_int32),
-        ("after_prefix_count", c_int32),
         ("no_repeat", c_int32),
-        ("sample", c_int32),
+        ("samples", c_int32),
         ("top_k", c_int32),
+        ("alternatives", c_int32),
+        ("top_tokens", c_int32),
         ("length_penalty", c_double),
         ("repetition_penalty", c_double),
         ("temperature", c_double),
         ("top_p", c_double),
         ("min_p", c_double),
         ("blocked", c_void_p),
-        ("after_prefix", c_void_p),
+    )
+
+
+class _Phrases(Structure):
+    _fields_ = (
+        ("next", c_void_p),
+        ("met", c_void_p),
+        ("ban", c_void_p),
+        ("stop", c_void_p),
+        ("need", c_void_p),
+        ("states", c_int32),
+        ("subsets", c_int32),
+        ("stages", c_int32),
     )
 
 
@@ -67,8 +91,12 @@ class _Inputs(Structure):
         ("prefix_end", c_void_p),
         ("limits", c_void_p),
         ("minimums", c_void_p),
+        ("open_ends", c_void_p),
+        ("after_prefix", c_void_p),
+        ("after_prefix_end", c_void_p),
         ("noise", c_void_p),
         ("noise_stride", c_int32),
+        ("phrases", POINTER(_Phrases)),
     )
 
 
@@ -82,6 +110,7 @@ class _Results(Structure):
         ("outputs", POINTER(_Output)),
         ("ids", POINTER(c_int32)),
         ("scores", c_void_p),  # floats, or doubles in a build in double precision
+        ("problem", c_char_p),
     )
 
 
@@ -97,6 +126,64 @@ class _Forced(Structure):
         ("top_scores", c_void_p),
         ("alignment", c_void_p),
     )
+
+
+class _Step(Structure):
+    _fields_ = (
+        ("token", c_int32),
+        ("top_count", c_int32),
+        ("score", c_double),
+        ("top_tokens", POINTER(c_int32)),
+        ("top_scores", POINTER(c_double)),
+    )
+
+
+class Phrases(Protocol):
+    """The automaton of required and forbidden phrases and stop strings, as in regard's decode/constraints.py."""
+
+    next_QV: np.ndarray
+    met_QV: np.ndarray
+    ban_QV: np.ndarray
+    stop_QV: np.ndarray
+    need_MQ: np.ndarray
+
+
+@dataclass(slots=True)
+class Search:
+    """Sources in token ids, with the rules of each and the options of all."""
+
+    sources: Sequence[Sequence[int]]
+    limits: Sequence[int]  # most output tokens, the end token not counted
+    others: Sequence[tuple[Core, Sequence[Sequence[int]]]] = ()  # of an ensemble: further models with their sources
+    weights: Sequence[float] = ()  # of the models of an ensemble; default: equal ones
+    minimums: Sequence[int] | None = None  # fewest output tokens
+    prefixes: Sequence[Sequence[int]] | None = None
+    after_prefix: Sequence[Sequence[int]] | None = None  # tokens that do not follow the prefix directly
+    open_end: bool | Sequence[bool] = False  # a continuation stops at its limit without an end token
+    phrases: Sequence[Phrases | None] | None = None
+    stages: Sequence[int] | None = None  # of progress until all required phrases are met
+    beam: int = 1
+    keep: int = 1  # outputs of a source
+    length_penalty: float = 1.0
+    exact: bool = False
+    blocked: Sequence[int] = ()  # tokens that are never produced
+    no_repeat: int = 0
+    repetition_penalty: float = 1.0
+    noise: np.ndarray | None = None  # of samples (sources, samples, tokens): numbers from 0 to 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    alternatives: int = 0  # outputs are the prefix and one of this many best tokens after it
+    top_tokens: int = 0  # of a stream: most probable tokens to report at each step
+
+
+class Token(NamedTuple):
+    """A token of a stream."""
+
+    id: int
+    score: float  # natural-log probability
+    top: list[tuple[int, float]]  # the most probable tokens at its position
 
 
 class Decoded(NamedTuple):
@@ -127,9 +214,12 @@ def load_library(directory: Path) -> ctypes.CDLL:
     library.rn_workspace.restype = c_void_p
     library.rn_free_workspace.argtypes = (c_void_p,)
     library.rn_score.argtypes = (c_void_p, c_void_p, POINTER(_Inputs), POINTER(_Forced))
-    library.rn_search.argtypes = (c_void_p, c_void_p, POINTER(_Options), POINTER(_Inputs), POINTER(_Results))
-    sizes = ctypes.sizeof(_Options) * 1000 + ctypes.sizeof(_Inputs) * 100
-    sizes += ctypes.sizeof(_Output) * 10 + ctypes.sizeof(_Forced)
+    arguments = (POINTER(_Ensemble), POINTER(_Options), POINTER(_Inputs), POINTER(_Results))
+    library.rn_search.argtypes = arguments
+    library.rn_begin.argtypes = (*arguments, POINTER(c_void_p))
+    library.rn_step.argtypes = (c_void_p, POINTER(_Step))
+    structures = (_Options, _Inputs, _Phrases, _Results, _Output, _Forced)
+    sizes = sum(ctypes.sizeof(structure) * 10**i for i, structure in enumerate(structures))
     if library.rn_interface() != sizes:
         raise NativeError("the compiled core is of another version; install regard-native again")
     return library
@@ -175,79 +265,20 @@ class Core:
         if getattr(self, "_model", None):
             _library.rn_free_model(self._model)
 
-    def search(
-        self,
-        sources: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        *,
-        minimums: Sequence[int] | None = None,
-        prefixes: Sequence[Sequence[int]] | None = None,
-        beam: int = 1,
-        keep: int = 1,
-        length_penalty: float = 1.0,
-        exact: bool = False,
-        open_end: bool = False,
-        blocked: Sequence[int] = (),
-        after_prefix: Sequence[int] = (),
-        no_repeat: int = 0,
-        repetition_penalty: float = 1.0,
-        noise: np.ndarray | None = None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-    ) -> list[list[Decoded]]:
-        """The best outputs of every source, in order; none if the limits allow none.
+    def search(self, sources: Sequence[Sequence[int]], limits: Sequence[int], **options: Any) -> list[list[Decoded]]:
+        """The best outputs of every source, in order; none if the rules allow none. Options are those of `Search`.
 
-        With `noise`, a row of numbers from 0 to 1 for each source, tokens are sampled.
+        With `noise`, tokens are sampled; all samples are returned, in their order.
         """
         if not sources:
             return []
-        count = len(sources)
-        source_ids, source_end = _joined(sources)
-        prefix_ids, prefix_end = _joined(prefixes or [()] * count)
-        limit = np.asarray(limits, dtype=np.int32)
-        minimum = np.zeros(count, np.int32) if minimums is None else np.asarray(minimums, dtype=np.int32)
-        blocked_ids = np.asarray(blocked, dtype=np.int32)
-        sentences = max(1, SENTENCES // beam) if beam > 1 else SENTENCES
-        after_prefix_ids = np.asarray(after_prefix, dtype=np.int32)
-        options = _Options(
-            beam,
-            keep,
-            exact,
-            open_end,
-            sentences,
-            len(blocked_ids),
-            len(after_prefix_ids),
-            no_repeat,
-            noise is not None,
-            top_k,
-            length_penalty,
-            repetition_penalty,
-            temperature,
-            top_p,
-            min_p,
-            blocked_ids.ctypes.data,
-            after_prefix_ids.ctypes.data,
-        )
-        draws = None if noise is None else np.ascontiguousarray(noise, dtype=np.float32)
-        inputs = _Inputs(
-            count,
-            source_ids.ctypes.data,
-            source_end.ctypes.data,
-            prefix_ids.ctypes.data,
-            prefix_end.ctypes.data,
-            limit.ctypes.data,
-            minimum.ctypes.data,
-            None if draws is None else draws.ctypes.data,
-            0 if draws is None else draws.shape[1],
-        )
-        workspace = self._workspace()
-        results = _Results()
-        _check(_library.rn_search(self._model, workspace.handle, byref(options), byref(inputs), byref(results)))
+        call = _Call(self, Search(sources, limits, **options), self._workspace())
+        call.check(_library.rn_search(*call.arguments))
+        results = call.results
+        keep = call.options.keep
         scores = ctypes.cast(results.scores, POINTER(self._real))
         decoded: list[list[Decoded]] = []
-        for i in range(count):
+        for i in range(len(sources)):
             row = []
             for j in range(i * keep, i * keep + results.counts[i]):
                 out = results.outputs[j]
@@ -255,6 +286,27 @@ class Core:
                 row.append(Decoded(results.ids[span], scores[span], out.value, bool(out.limited)))
             decoded.append(row)
         return decoded
+
+    def stream(self, source: Sequence[int], limit: int, **options: Any) -> Iterator[Token]:
+        """The tokens of the output of `search`, computed on demand; without a beam, and with at most one sample.
+
+        The last one is the end token, unless a continuation stops at its limit or the rules allow no output.
+        """
+        call = _Call(self, Search([source], [limit], **options), _Workspace())
+        if call.width > 1 or call.options.alternatives:
+            raise NativeError("a stream has no beam, one sample and no alternatives")
+        handle = c_void_p()
+        status = _library.rn_begin(*call.arguments, byref(handle))
+        step = _Step()
+        while True:
+            call.check(0 if status == RUNNING else status)
+            status = _library.rn_step(handle, byref(step))
+            if status == 0 or (status == RUNNING and step.token < 0):
+                return
+            if status == RUNNING:
+                count = step.top_count
+                top = list(zip(step.top_tokens[:count], step.top_scores[:count], strict=True))
+                yield Token(step.token, step.score, top)
 
     def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of every token of every target, which includes its end token."""
@@ -278,17 +330,13 @@ class Core:
         source_ids, source_end = _joined(sources)
         target_ids, target_end = _joined(targets)
         lengths = np.asarray([len(target) for target in targets], dtype=np.int32)
-        minimum = np.zeros(len(targets), np.int32)
         inputs = _Inputs(
-            len(sources),
-            source_ids.ctypes.data,
-            source_end.ctypes.data,
-            target_ids.ctypes.data,
-            target_end.ctypes.data,
-            lengths.ctypes.data,
-            minimum.ctypes.data,
-            None,
-            0,
+            count=len(sources),
+            sources=source_ids.ctypes.data,
+            source_end=source_end.ctypes.data,
+            prefixes=target_ids.ctypes.data,
+            prefix_end=target_end.ctypes.data,
+            limits=lengths.ctypes.data,
         )
         blocked_ids = np.asarray(blocked, dtype=np.int32)
         head_numbers = np.asarray(heads, dtype=np.int32)
@@ -335,6 +383,128 @@ def _check(status: int) -> None:
 def _present(ids: np.ndarray, scores: np.ndarray) -> list[tuple[int, float]]:
     """The most probable tokens at one position, with their scores."""
     return [(token, score) for token, score in zip(ids.tolist(), scores.tolist(), strict=True) if token >= 0]
+
+
+class _Call:
+    """The arguments of a search in the core, with the arrays that they point to."""
+
+    def __init__(self, core: Core, search: Search, workspace: _Workspace) -> None:
+        self._arrays: list[np.ndarray] = []
+        self._search = search
+        cores = [core, *(other for other, _ in search.others)]
+        self._workspaces = [workspace, *(other._workspace() for other in cores[1:])]
+        weights = search.weights or [1] * len(cores)
+        if len(weights) != len(cores):
+            raise NativeError(f"weights: {len(weights)} given for {len(cores)} models; give one for each")
+        if any(len(sources) != len(search.sources) for _, sources in search.others):
+            raise NativeError("others: every model needs its ids of every source")
+        total = math.fsum(weights)
+        self._ensemble = _Ensemble(
+            len(cores),
+            (c_void_p * len(cores))(*(each._model for each in cores)),
+            (c_void_p * len(cores))(*(each.handle for each in self._workspaces)),
+            (c_double * len(cores))(*(weight / total for weight in weights)),
+        )
+        samples = self._samples()
+        stages = max(search.stages, default=0) if search.phrases and search.stages else 0
+        self.width = samples or search.beam + stages
+        self.options = self._options(samples)
+        self._inputs = self._input_lists()
+        self.results = _Results()
+        self.arguments = byref(self._ensemble), byref(self.options), byref(self._inputs), byref(self.results)
+
+    def check(self, status: int) -> None:
+        """Raise the error of a search that has failed."""
+        if status == INVALID:
+            raise NativeError((self.results.problem or b"").decode())
+        if status == 1:
+            search = self._search
+            raise MemoryError(
+                f"not enough memory: an output of up to {max(search.limits):,} tokens for a source of up to "
+                f"{max(map(len, search.sources)):,} tokens, with {self.width} hypotheses, needs more than this machine "
+                "has; lower max_length or beam"
+            )
+        _check(status)
+
+    def _samples(self) -> int:
+        noise = self._search.noise
+        if noise is None:
+            return 0
+        if noise.ndim != 3 or len(noise) != len(self._search.sources):
+            raise NativeError("noise: its shape is not (sources, samples, tokens)")
+        return int(noise.shape[1])
+
+    def _options(self, samples: int) -> _Options:
+        search = self._search
+        return _Options(
+            beam=search.beam,
+            keep=samples or search.alternatives or search.keep,
+            exact=search.exact,
+            sentences=max(1, SENTENCES // self.width),
+            blocked_count=len(search.blocked),
+            no_repeat=search.no_repeat,
+            samples=samples,
+            top_k=search.top_k,
+            alternatives=search.alternatives,
+            top_tokens=search.top_tokens,
+            length_penalty=search.length_penalty,
+            repetition_penalty=search.repetition_penalty,
+            temperature=search.temperature,
+            top_p=search.top_p,
+            min_p=search.min_p,
+            blocked=self._pointer(search.blocked, np.int32),
+        )
+
+    def _input_lists(self) -> _Inputs:
+        search = self._search
+        count = len(search.sources)
+        sources = [*search.sources, *(source for _, rows in search.others for source in rows)]
+        per_input = search.limits, search.minimums, search.prefixes, search.after_prefix, search.phrases, search.stages
+        if any(values is not None and len(values) != count for values in per_input):
+            raise NativeError(f"give one value of each rule for each of the {count} sources")
+        inputs = _Inputs(count=count, limits=self._pointer(search.limits, np.int32))
+        inputs.sources, inputs.source_end = self._lists(sources)
+        if search.minimums is not None:
+            inputs.minimums = self._pointer(search.minimums, np.int32)
+        if search.prefixes is not None:
+            inputs.prefixes, inputs.prefix_end = self._lists(search.prefixes)
+        if search.after_prefix is not None:
+            inputs.after_prefix, inputs.after_prefix_end = self._lists(search.after_prefix)
+        if search.open_end is not False:
+            open_ends = [True] * count if search.open_end is True else search.open_end
+            inputs.open_ends = self._pointer(open_ends, np.uint8)
+        if search.noise is not None:
+            inputs.noise = self._pointer(search.noise, np.float32)
+            inputs.noise_stride = search.noise.shape[2]
+        if search.phrases is not None:
+            stages = search.stages or [0] * count
+            pairs = zip(search.phrases, stages, strict=True)
+            inputs.phrases = (_Phrases * count)(*(self._automaton(*pair) for pair in pairs))
+        return inputs
+
+    def _automaton(self, phrases: Phrases | None, stages: int) -> _Phrases:
+        if phrases is None:
+            return _Phrases()
+        return _Phrases(
+            self._pointer(phrases.next_QV, np.int32),
+            self._pointer(phrases.met_QV, np.int16),
+            self._pointer(phrases.ban_QV, np.uint8),
+            self._pointer(phrases.stop_QV, np.int16) if phrases.stop_QV.any() else None,
+            self._pointer(phrases.need_MQ, np.int16),
+            len(phrases.next_QV),
+            len(phrases.need_MQ),
+            stages,
+        )
+
+    def _pointer(self, values: Any, kind: type[np.generic]) -> int:
+        array = np.ascontiguousarray(values, dtype=kind)
+        self._arrays.append(array)
+        return int(array.ctypes.data)
+
+    def _lists(self, rows: Sequence[Sequence[int]]) -> tuple[int, int]:
+        ids, ends = _joined(rows)
+        self._arrays += ids, ends
+        return ids.ctypes.data, ends.ctypes.data
 
 
 class _Workspace:

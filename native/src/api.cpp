@@ -35,7 +35,10 @@ const Kernels* choose_kernels(const char* name) {
 
 // The size of the interface, which Python compares with its own.
 EXPORT int32_t rn_interface() {
-  return int32_t(sizeof(Options) * 1000 + sizeof(Inputs) * 100 + sizeof(Output) * 10 + sizeof(Forced));
+  const size_t sizes[] = {sizeof(Options), sizeof(Inputs), sizeof(Phrases), sizeof(Results), sizeof(Output), sizeof(Forced)};
+  int32_t sum = 0, factor = 1;
+  for (const size_t size : sizes) sum += int32_t(size) * factor, factor *= 10;
+  return sum;
 }
 
 // The size of a score in bytes: that of float, or of double in a build for tests.
@@ -68,11 +71,18 @@ EXPORT Workspace* rn_workspace() { return new (std::nothrow) Workspace(); }
 
 EXPORT void rn_free_workspace(Workspace* workspace) { delete workspace; }
 
-// Results are valid until the next call with the same workspace.
-EXPORT int32_t rn_search(const Model* model, Workspace* workspace, const Options* options, const Inputs* inputs,
-                         Results* results) {
-  return search(*model, *options, *inputs, workspace, results);
+// Results are valid until the next call with the first workspace of the ensemble.
+EXPORT int32_t rn_search(const Ensemble* ensemble, const Options* options, const Inputs* inputs, Results* results) {
+  return search(*ensemble, *options, *inputs, results);
 }
+
+// A search in steps, one token of each hypothesis at a time. Its arguments must remain until its end.
+EXPORT int32_t rn_begin(const Ensemble* ensemble, const Options* options, const Inputs* inputs, Results* results,
+                        Search** search) {
+  return begin(*ensemble, *options, *inputs, results, search);
+}
+
+EXPORT int32_t rn_step(Search* search, Step* step) { return advance(search, step); }
 
 // Score given outputs; fills the arrays of `forced`.
 EXPORT int32_t rn_score(const Model* model, Workspace* workspace, const Inputs* inputs, const Forced* forced) {

@@ -295,8 +295,10 @@ bool valid_request(const Model& model, const Forced& forced) {
 }  // namespace
 
 Status score(const Model& model, const Inputs& inputs, Workspace* space, const Forced& forced) {
-  Options options;
-  if (!valid(model, options, inputs, 0) || !valid_request(model, forced)) return INVALID;
+  const Model* models[] = {&model};
+  Ensemble ensemble;
+  ensemble.models = models;
+  if (problem_of(ensemble, Options(), inputs, 0) || !valid_request(model, forced)) return INVALID;
   space->memory.reset();
   return Scoring(model, inputs, space, forced).run();
 }

@@ -5,102 +5,19 @@
 #include <cstring>
 #include <new>
 
+#include "hypotheses.h"
 #include "scalar.h"
 
 namespace rn {
 
 namespace {
 
-constexpr real LOWEST = real(-INFINITY);
 constexpr int MAX_ENCODED_TOKENS = 512;  // at a time
 constexpr size_t MAX_NODE_BYTES = size_t(1) << 30;  // of all sentences that are decoded at the same time
+constexpr size_t MAX_NODES = size_t(1) << 29;
+constexpr int MAX_STAGES = 1 << 24;
 // The multiple of its length to which a hypothesis may still grow, at no cost, to enter an n-best.
 constexpr double NBEST_GROWTH = 1.25;
-
-// The nodes of all outputs, as trees. A node is free again when no hypothesis and no later node needs it.
-class Nodes {
- public:
-  bool reserve(int count, size_t node_size, Arena* arena) {
-    values = arena->take<real>(size_t(count) * node_size);
-    parent_ = arena->take<int>(size_t(count));
-    uses_ = arena->take<int>(size_t(count));
-    free_ = arena->take<int>(size_t(count));
-    if (arena->failed()) return false;
-    for (int i = 0; i < count; i++) free_[i] = count - 1 - i;
-    left_ = count;
-    return true;
-  }
-  int add(int parent) {
-    const int node = free_[--left_];
-    parent_[node] = parent;
-    uses_[node] = 1;
-    if (parent >= 0) uses_[parent]++;
-    return node;
-  }
-  void use(int node) { uses_[node]++; }
-  void release(int node) {
-    while (node >= 0 && --uses_[node] == 0) {
-      free_[left_++] = node;
-      node = parent_[node];
-    }
-  }
-
-  real* values = nullptr;
-
- private:
-  int *parent_ = nullptr, *uses_ = nullptr, *free_ = nullptr;
-  int left_ = 0;
-};
-
-struct Hypothesis {
-  real sum;
-  int token;   // to feed next
-  int length;  // of the path
-  int* path;   // nodes
-  int back;    // its last entry in the history; -1: none
-  int parent;  // the hypothesis that it continues, until it replaces it
-};
-
-// A token of an output, with the one before it.
-struct Past {
-  int before, token;
-  real score;
-};
-
-struct Finished {
-  real value;
-  int back;  // the last token before the end
-  int length;
-  real end_score;
-};
-
-struct Sentence {
-  int input = -1;  // -1: free
-  int step = 0;
-  bool closed = false;  // the best output is final
-  int alive = 0;
-  int ended = 0;
-  int finished = 0;
-  int past = 0;
-  Encoded source;
-  Hypothesis* hypotheses = nullptr;  // the current ones, then as much space for the next
-  Past* history = nullptr;
-  Finished* best = nullptr;
-};
-
-struct Choice {
-  real value;
-  int parent, token;
-  real score;
-  bool end;
-};
-
-bool better(const Choice& a, const Choice& b) {
-  if (a.value != b.value) return a.value > b.value;
-  if (a.end != b.end) return a.end;
-  if (a.parent != b.parent) return a.parent < b.parent;
-  return a.token < b.token;
-}
 
 // x^p of a positive number.
 real power(double x, double p) {
@@ -109,149 +26,249 @@ real power(double x, double p) {
   return real(exponential(p * natural_log(x)));
 }
 
+// One model of an ensemble, with its memory.
+struct Member {
+  const Model* model = nullptr;
+  Positions *source_positions = nullptr, *target_positions = nullptr;
+  int chunk = 0;  // source tokens at a time
+  real** encoder_blocks = nullptr;
+  real* nodes = nullptr;
+  Activations space;
+};
+
+}  // namespace
+
 class Search {
  public:
-  Search(const Model& model, const Options& options, const Inputs& inputs, Workspace* space, Results* results)
-      : model_(model), options_(options), inputs_(inputs), arena_(&space->memory), results_(results),
-        source_positions_(space->source_positions), target_positions_(space->target_positions) {}
+  Search(const Ensemble& ensemble, const Options& options, const Inputs& inputs, Results* results)
+      : ensemble_(ensemble), model_(*ensemble.models[0]), options_(options), inputs_(inputs),
+        arena_(&ensemble.spaces[0]->memory), results_(results), rules_(model_, options, inputs) {}
 
-  Status run() {
-    if (!reserve()) return OUT_OF_MEMORY;
-    while (true) {
-      admit();
-      const int rows = collect();
-      if (!rows) return DONE;
-      run_decoder(model_, target_positions_, rows_, rows, nodes_.values, &space_);
-      predict(model_, rows, &space_, logits_);
-      for (int s = 0, row = 0; s < slots_; s++) {
-        Sentence& sentence = sentences_[s];
-        if (sentence.input < 0) continue;
-        real* first = logits_ + size_t(row) * vocab_stride_;
-        row += sentence.alive;
-        for (int w = 0; w < sentence.alive; w++)
-          if (!model_.kernels->log_softmax(first + size_t(w) * vocab_stride_, model_.target_vocab)) return NOT_NUMBERS;
-        advance(&sentence, first);
+  // Sentences that can be decoded at the same time.
+  int slots() {
+    measure();
+    size_t sentence = 0;
+    for (int m = 0; m < ensemble_.count; m++) sentence += (ensemble_.models[m]->decoder.node_size + 1) * sizeof(real);
+    const size_t most = std::min(MAX_NODE_BYTES / (sentence * width_ * longest_), MAX_NODES / (size_t(width_) * longest_));
+    return std::min(std::min(inputs_.count, options_.sentences), most > 1 ? int(most) : 1);
+  }
+
+  bool reserve() {
+    slots_ = slots();
+    const int rows = slots_ * width_;
+    vocab_stride_ = padded(model_.target_vocab);
+    members_ = arena_->take<Member>(size_t(ensemble_.count));
+    sentences_ = arena_->take<Sentence>(size_t(slots_));
+    rows_ = arena_->take<Row>(size_t(rows > longest_source_ ? rows : longest_source_) + MAX_ENCODED_TOKENS);
+    logits_ = arena_->take<real>(size_t(rows) * vocab_stride_);
+    other_logits_ = arena_->take<real>(ensemble_.count > 1 ? size_t(rows) * vocab_stride_ : 0);
+    candidates_ = arena_->take<Candidate>(2 * size_t(width_) + size_t(options_.alternatives));
+    choices_ = arena_->take<Choice>(size_t(width_) * (2 * size_t(width_) + 2));
+    top_ = arena_->take<Candidate>(size_t(options_.top_tokens));
+    top_tokens_ = arena_->take<int32_t>(size_t(options_.top_tokens));
+    top_scores_ = arena_->take<double>(size_t(options_.top_tokens));
+    turns_ = arena_->take<int>(size_t(longest_stage_) + 1);
+    fresh_ = arena_->take<Encoded*>(size_t(slots_));
+    waiting_ = arena_->take<Sentence*>(size_t(slots_));
+    return reserve_results() && rules_.reserve(limit_, arena_) && reserve_members(rows) && reserve_sentences() &&
+           nodes_.reserve(rows * longest_ + 1, arena_);
+  }
+
+  Status step() {
+    if (next_ < inputs_.count) admit();
+    const int rows = extend();
+    if (!rows) return DONE;
+    for (int m = 0; m < ensemble_.count; m++) predict_with(m, rows);
+    for (int s = 0, row = 0; s < slots_; s++) {
+      Sentence& sentence = sentences_[s];
+      if (sentence.input < 0) continue;
+      real* first = logits_ + size_t(row) * vocab_stride_;
+      row += sentence.alive;
+      for (int w = 0; w < sentence.alive; w++) {
+        real* logp = first + size_t(w) * vocab_stride_;
+        if (!model_.kernels->log_softmax(logp, model_.target_vocab)) return NOT_NUMBERS;
+        for (int i = 0; i < options_.blocked_count; i++) logp[options_.blocked[i]] = LOWEST;
       }
+      if (options_.top_tokens) top_count_ = model_.kernels->top(first, model_.target_vocab, options_.top_tokens, top_);
+      advance(&sentence, first);
+    }
+    return RUNNING;
+  }
+
+  void describe(Step* step) {
+    *step = Step();
+    while (step->top_count < top_count_ && top_[step->top_count].value > LOWEST) step->top_count++;
+    for (int i = 0; i < step->top_count; i++) {
+      top_tokens_[i] = top_[i].token;
+      top_scores_[i] = double(top_[i].value);
+    }
+    step->top_tokens = top_tokens_;
+    step->top_scores = top_scores_;
+    const Sentence& sentence = sentences_[0];
+    if (sentence.input >= 0) {
+      const Past& past = sentence.history[sentence.hypotheses[0].back];
+      step->token = past.token;
+      step->score = double(past.score);
+    } else if (results_->counts[0] && results_->outputs[0].length == sentence.step) {
+      step->token = results_->ids[sentence.step - 1];
+      step->score = double(results_->scores[sentence.step - 1]);
     }
   }
 
  private:
-  bool reserve() {
-    width_ = options_.beam;
-    slots_ = inputs_.count < options_.sentences ? inputs_.count : options_.sentences;
-    int source = 1, limit = 0;
-    int64_t tokens = 0;
+  int width_of(int input) const {
+    const Phrases* phrases = inputs_.phrases_of(input);
+    if (options_.samples) return options_.samples;
+    if (options_.alternatives) return 1;
+    return options_.beam + (phrases ? phrases->stages : 0);
+  }
+
+  // The sizes that the memory depends on.
+  void measure() {
+    width_ = longest_source_ = 1;
+    limit_ = longest_stage_ = 0;
+    results_size_ = 0;
     for (int i = 0; i < inputs_.count; i++) {
-      if (inputs_.source_length(i) > source) source = inputs_.source_length(i);
-      if (inputs_.limits[i] > limit) limit = inputs_.limits[i];
-      tokens += int64_t(inputs_.limits[i] + 1) * options_.keep;
+      width_ = std::max(width_, width_of(i));
+      limit_ = std::max(limit_, int(inputs_.limits[i]));
+      results_size_ += int64_t(inputs_.limits[i] + 1) * options_.keep;
+      if (const Phrases* phrases = inputs_.phrases_of(i)) {
+        const int64_t stages = int64_t(inputs_.limits[i] + 1) * phrases->stages / std::max(int(phrases->need[0]), 1) + 1;
+        longest_stage_ = std::max(longest_stage_, int(std::min(stages, int64_t(MAX_STAGES))));
+      }
+      for (int m = 0; m < ensemble_.count; m++)
+        longest_source_ = std::max(longest_source_, inputs_.source_length(i, m));
     }
-    const bool encodes = model_.encoder.present;
-    longest_ = limit + 1 + (encodes ? 0 : source);
-    const size_t sentence = size_t(width_) * size_t(longest_) * (model_.decoder.node_size + 1) * sizeof(real);
-    const size_t most = MAX_NODE_BYTES / sentence;
-    if (most < size_t(slots_)) slots_ = most ? int(most) : 1;
-    const int blocks = encodes ? padded(source) / LANE_COUNT : 0;
-    const int rows = slots_ * width_;
-    chunk_ = encodes ? (source > MAX_ENCODED_TOKENS ? source : MAX_ENCODED_TOKENS) : source;
-    vocab_stride_ = padded(model_.target_vocab);
-    sentences_ = arena_->take<Sentence>(size_t(slots_));
-    rows_ = arena_->take<Row>(size_t(rows > chunk_ ? rows : chunk_));
-    logits_ = arena_->take<real>(size_t(rows) * vocab_stride_);
-    candidates_ = arena_->take<Candidate>(size_t(width_) + 1);
-    choices_ = arena_->take<Choice>(size_t(width_) * (width_ + 2));
+    longest_ = limit_ + 1 + (model_.encoder.present ? 0 : longest_source_);
+  }
+
+  bool reserve_results() {
     results_->counts = arena_->take<int32_t>(size_t(inputs_.count));
     results_->outputs = arena_->take<Output>(size_t(inputs_.count) * options_.keep);
-    results_->ids = arena_->take<int32_t>(size_t(tokens));
-    results_->scores = arena_->take<real>(size_t(tokens));
-    fresh_ = arena_->take<Encoded*>(size_t(slots_));
-    past_ = arena_->take<int>(size_t(limit) + 1);
-    changed_ = arena_->take<Candidate>(2 * size_t(limit) + size_t(options_.after_prefix_count) + 1);
-    stamps_ = arena_->take<int>(size_t(model_.target_vocab));
-    if (options_.sample) {
-      order_ = arena_->take<Candidate>(size_t(model_.target_vocab));
-      weights_ = arena_->take<double>(size_t(model_.target_vocab));
-    }
+    results_->ids = arena_->take<int32_t>(size_t(results_size_));
+    results_->scores = arena_->take<real>(size_t(results_size_));
+    return !arena_->failed();
+  }
+
+  bool reserve_members(int rows) {
     if (arena_->failed()) return false;
-    memset(stamps_, 0, sizeof(int) * size_t(model_.target_vocab));
-    if (encodes) {
-      const int count = (chunk_ + LANE_COUNT - 1) / LANE_COUNT + slots_;
-      real* encoder_blocks = arena_->take<real>(size_t(count) * model_.encoder.block_size);
-      real** pointers = arena_->take<real*>(size_t(count));
-      if (arena_->failed()) return false;
-      for (int i = 0; i < count; i++) pointers[i] = encoder_blocks + size_t(i) * model_.encoder.block_size;
-      encoder_blocks_ = pointers;
-      if (!source_positions_.require(model_.encoder, source)) return false;
+    for (int m = 0; m < ensemble_.count; m++) {
+      Member* member = new (members_ + m) Member();
+      const Model& model = *ensemble_.models[m];
+      member->model = &model;
+      member->source_positions = &ensemble_.spaces[m]->source_positions;
+      member->target_positions = &ensemble_.spaces[m]->target_positions;
+      int source = 1;
+      for (int i = 0; i < inputs_.count; i++) source = std::max(source, inputs_.source_length(i, m));
+      member->chunk = model.encoder.present ? std::max(source, MAX_ENCODED_TOKENS) : source;
+      member->nodes = arena_->take<real>((size_t(rows) * longest_ + 1) * model.decoder.node_size);
+      if (arena_->failed() || !member->target_positions->require(model.decoder, longest_) ||
+          !member->space.reserve(model, std::max(rows, member->chunk), std::max(longest_, source), arena_))
+        return false;
+      if (!model.encoder.present) continue;
+      const int count = (member->chunk + LANE_COUNT - 1) / LANE_COUNT + slots_;
+      real* blocks = arena_->take<real>(size_t(count) * model.encoder.block_size);
+      member->encoder_blocks = arena_->take<real*>(size_t(count));
+      if (arena_->failed() || !member->source_positions->require(model.encoder, source)) return false;
+      for (int i = 0; i < count; i++) member->encoder_blocks[i] = blocks + size_t(i) * model.encoder.block_size;
     }
+    return true;
+  }
+
+  bool reserve_sentences() {
+    const int blocks = model_.encoder.present ? padded(longest_source_) / LANE_COUNT : 0;
     for (int s = 0; s < slots_; s++) {
       Sentence* sentence = new (sentences_ + s) Sentence();
-      sentence->source.blocks = arena_->take<real*>(size_t(blocks));
-      sentence->source.initial = arena_->take<real>(model_.decoder.recurrent() ? model_.decoder.node_size : 0);
-      real* memory = arena_->take<real>(size_t(blocks) * model_.decoder.block_size);
+      sentence->sources = arena_->take<Encoded>(size_t(ensemble_.count));
       sentence->hypotheses = arena_->take<Hypothesis>(size_t(2 * width_));
       int* paths = arena_->take<int>(size_t(2 * width_) * longest_);
-      sentence->history = arena_->take<Past>(size_t(limit + 1) * width_);
+      sentence->history = arena_->take<Past>(size_t(limit_ + 1) * width_);
       sentence->best = arena_->take<Finished>(size_t(options_.keep) + 1);
       if (arena_->failed()) return false;
-      for (int b = 0; b < blocks; b++) sentence->source.blocks[b] = memory + size_t(b) * model_.decoder.block_size;
       for (int w = 0; w < 2 * width_; w++) sentence->hypotheses[w].path = paths + size_t(w) * longest_;
+      for (int m = 0; m < ensemble_.count; m++) {
+        const Stack& decoder = ensemble_.models[m]->decoder;
+        Encoded* source = new (sentence->sources + m) Encoded();
+        source->blocks = arena_->take<real*>(size_t(blocks));
+        source->initial = arena_->take<real>(decoder.recurrent() ? decoder.node_size : 0);
+        real* memory = arena_->take<real>(size_t(blocks) * decoder.block_size);
+        if (arena_->failed()) return false;
+        for (int b = 0; b < blocks; b++) source->blocks[b] = memory + size_t(b) * decoder.block_size;
+      }
     }
-    return nodes_.reserve(rows * longest_ + 1, model_.decoder.node_size, arena_) &&
-           target_positions_.require(model_.decoder, longest_) &&
-           space_.reserve(model_, rows > chunk_ ? rows : chunk_, longest_ > source ? longest_ : source, arena_);
+    return true;
   }
 
   // Fill free places with waiting inputs, when enough are free to encode several at once.
   void admit() {
     int vacant = 0;
     for (int s = 0; s < slots_; s++) vacant += sentences_[s].input < 0;
-    if (next_ >= inputs_.count || vacant * 4 < slots_) return;
-    int rows = 0, blocks = 0, fresh = 0;
+    if (vacant * 4 < slots_) return;
+    int count = 0;
     for (int s = 0; s < slots_ && next_ < inputs_.count; s++) {
-      Sentence& sentence = sentences_[s];
-      if (sentence.input >= 0) continue;
-      const int length = inputs_.source_length(next_);
-      if (fresh && rows + length > chunk_) {
-        read_source(model_, source_positions_, rows_, rows, fresh_, fresh, &space_);
-        rows = blocks = fresh = 0;
-      }
-      begin(&sentence, next_++);
-      if (!model_.encoder.present) continue;
-      fresh_[fresh++] = &sentence.source;
-      const int32_t* tokens = inputs_.source(sentence.input);
-      for (int i = 0; i < length; i++) rows_[rows + i] = {tokens[i], i, encoder_blocks_ + blocks, length, nullptr, nullptr};
-      rows += length;
-      blocks += (length + LANE_COUNT - 1) / LANE_COUNT;
+      if (sentences_[s].input >= 0) continue;
+      begin(&sentences_[s], next_++);
+      waiting_[count++] = &sentences_[s];
     }
-    if (fresh) read_source(model_, source_positions_, rows_, rows, fresh_, fresh, &space_);
+    for (int m = 0; m < ensemble_.count; m++)
+      if (model_.encoder.present)
+        encode(m, count);
+      else
+        for (int i = 0; i < count; i++) read_prompt(m, *waiting_[i]);
   }
 
   void begin(Sentence* sentence, int input) {
     sentence->input = input;
-    sentence->step = sentence->ended = sentence->finished = sentence->past = 0;
-    sentence->alive = 1;
+    sentence->step = sentence->ended = sentence->finished = sentence->past = sentence->prompt = 0;
+    sentence->alive = options_.samples ? options_.samples : 1;
+    sentence->width = width_of(input);
     sentence->closed = false;
-    sentence->source.length = inputs_.source_length(input);
-    Hypothesis& first = sentence->hypotheses[0];
-    first.sum = 0;
-    first.length = 0;
-    first.back = -1;
-    first.token = model_.start;
-    if (!model_.encoder.present) read_prompt(sentence);
+    for (int m = 0; m < ensemble_.count; m++) {
+      const int length = inputs_.source_length(input, m);
+      sentence->sources[m].length = length;
+      if (!model_.encoder.present) sentence->prompt = std::max(sentence->prompt, length);
+    }
+    const int before = sentence->prompt ? sentence->prompt - 1 : 0;
+    for (int w = 0; w < sentence->alive; w++) {
+      Hypothesis& h = sentence->hypotheses[w];
+      h = {0, 0, before, h.path, -1, 0, w, {}};
+      if (w) {
+        memcpy(h.path, sentence->hypotheses[0].path, sizeof(int) * size_t(before));
+        if (before) nodes_.use(h.path[before - 1]);
+        continue;
+      }
+      for (int i = 0; i < before; i++) append_node(&h, i);
+    }
   }
 
-  // Feed all tokens of a prompt but the last, which the first step feeds.
-  void read_prompt(Sentence* sentence) {
-    const int32_t* source = inputs_.source(sentence->input);
-    const int length = sentence->source.length - 1;
-    Hypothesis& first = sentence->hypotheses[0];
-    first.token = source[length];
-    first.length = length;
-    for (int i = 0; i < length; i++) {
-      append_node(&first, i);
-      rows_[i] = {source[i], i, nullptr, 0, first.path, nullptr};
+  void encode(int m, int count) {
+    Member& member = members_[m];
+    int rows = 0, blocks = 0, fresh = 0;
+    for (int s = 0; s < count; s++) {
+      const int length = waiting_[s]->sources[m].length;
+      if (fresh && rows + length > member.chunk) {
+        read_source(*member.model, *member.source_positions, rows_, rows, fresh_, fresh, &member.space);
+        rows = blocks = fresh = 0;
+      }
+      fresh_[fresh++] = &waiting_[s]->sources[m];
+      const int32_t* tokens = inputs_.source(waiting_[s]->input, m);
+      for (int i = 0; i < length; i++)
+        rows_[rows + i] = {tokens[i], i, member.encoder_blocks + blocks, length, nullptr, nullptr};
+      rows += length;
+      blocks += (length + LANE_COUNT - 1) / LANE_COUNT;
     }
-    if (length) run_decoder(model_, target_positions_, rows_, length, nodes_.values, &space_);
+    if (fresh) read_source(*member.model, *member.source_positions, rows_, rows, fresh_, fresh, &member.space);
+  }
+
+  // Feed all tokens of a prompt but the last, which the first step feeds. The prompts of all models end at the same node.
+  void read_prompt(int m, const Sentence& sentence) {
+    Member& member = members_[m];
+    const int32_t* source = inputs_.source(sentence.input, m);
+    const int length = sentence.sources[m].length;
+    const int* path = sentence.hypotheses[0].path + sentence.prompt - length;
+    for (int i = 0; i < length - 1; i++) rows_[i] = {source[i], i, nullptr, 0, path, nullptr};
+    if (length > 1)
+      run_decoder(*member.model, *member.target_positions, rows_, length - 1, member.nodes, &member.space);
   }
 
   // A node for the token at `position`, which belongs to this hypothesis instead of the node before it.
@@ -261,200 +278,187 @@ class Search {
     if (before >= 0) nodes_.release(before);
   }
 
-  // The rows of the next step: one for each hypothesis.
-  int collect() {
+  // A node for the next token of each hypothesis -> how many there are.
+  int extend() {
     int count = 0;
     for (int s = 0; s < slots_; s++) {
       Sentence& sentence = sentences_[s];
       if (sentence.input < 0) continue;
       for (int w = 0; w < sentence.alive; w++) {
         Hypothesis& h = sentence.hypotheses[w];
-        append_node(&h, h.length);
-        rows_[count++] = {h.token, h.length, sentence.source.blocks, sentence.source.length, h.path, sentence.source.initial};
-        h.length++;
+        append_node(&h, h.length++);
       }
+      count += sentence.alive;
     }
     return count;
   }
 
-  // Change log-probabilities to the values that rank tokens; `changed_` remembers what they were.
-  void apply_rules(const Sentence& sentence, int parent, real* value) {
-    changed_count_ = 0;
-    for (int i = 0; i < options_.blocked_count; i++) value[options_.blocked[i]] = LOWEST;
-    const int t = sentence.step;
-    if (t > 0 && (options_.repetition_penalty > 1 || options_.no_repeat)) {
-      int back = sentence.hypotheses[parent].back;
-      for (int i = t - 1; i >= 0; i--, back = sentence.history[back].before) past_[i] = sentence.history[back].token;
-      repeat_rules(value, t);
-    }
-    const int prefix = inputs_.prefix_length(sentence.input);
-    if (t > 0 && t == prefix)
-      for (int i = 0; i < options_.after_prefix_count; i++) change(value, options_.after_prefix[i], LOWEST);
-  }
-
-  void repeat_rules(real* value, int t) {
-    if (options_.repetition_penalty > 1) {
-      stamp_++;
-      for (int i = 0; i < t; i++) {
-        if (stamps_[past_[i]] == stamp_) continue;
-        stamps_[past_[i]] = stamp_;
-        change(value, past_[i], value[past_[i]] * real(options_.repetition_penalty));
+  // Add the logits of one model, with its weight, to those of the models before it.
+  void predict_with(int m, int rows) {
+    Member& member = members_[m];
+    const Model& model = *member.model;
+    int count = 0;
+    for (int s = 0; s < slots_; s++) {
+      const Sentence& sentence = sentences_[s];
+      if (sentence.input < 0) continue;
+      const Encoded& source = sentence.sources[m];
+      const int shift = sentence.prompt ? sentence.prompt - source.length : 0;
+      const int first = sentence.prompt ? inputs_.source(sentence.input, m)[source.length - 1] : model.start;
+      for (int w = 0; w < sentence.alive; w++) {
+        const Hypothesis& h = sentence.hypotheses[w];
+        const int token = sentence.step ? h.token : first;
+        rows_[count++] = {token, h.length - 1 - shift, source.blocks, source.length, h.path + shift, source.initial};
       }
     }
-    const int size = options_.no_repeat;
-    if (!size || t < size) return;
-    for (int start = 0; start + size <= t; start++)
-      if (!memcmp(past_ + start, past_ + t - size + 1, sizeof(int) * size_t(size - 1)))
-        change(value, past_[start + size - 1], LOWEST);
-  }
-
-  void change(real* value, int token, real to) {
-    changed_[changed_count_++] = {value[token], token};
-    value[token] = to;
-  }
-
-  // The log-probability of a token whose value the rules may have changed; the first change has it.
-  real score_of(const real* value, int token) const {
-    for (int i = 0; i < changed_count_; i++)
-      if (changed_[i].token == token) return changed_[i].value;
-    return value[token];
+    run_decoder(model, *member.target_positions, rows_, rows, member.nodes, &member.space);
+    predict(model, rows, &member.space, m ? other_logits_ : logits_);
+    if (ensemble_.count == 1) return;
+    const real weight = real(ensemble_.weights[m]);
+    const size_t size = size_t(rows) * vocab_stride_;
+    if (m == 0)
+      for (size_t i = 0; i < size; i++) logits_[i] = logits_[i] * weight;
+    else
+      for (size_t i = 0; i < size; i++) logits_[i] = logits_[i] + other_logits_[i] * weight;
   }
 
   // The best continuations of a hypothesis under the rules, the end first -> how many there are.
   int choose(const Sentence& sentence, int parent, real* value, Choice* out) {
     const int input = sentence.input, t = sentence.step;
-    const real sum = sentence.hypotheses[parent].sum;
-    apply_rules(sentence, parent, value);
-    if (t < inputs_.prefix_length(input)) {
-      const int token = inputs_.prefix(input)[t];
-      const real score = score_of(value, token);
-      out[0] = {sum + score, parent, token, score, false};
-      return score > LOWEST;
+    const Hypothesis& hypothesis = sentence.hypotheses[parent];
+    const real sum = hypothesis.sum;
+    if (rules_.needs_past(t)) {
+      int back = hypothesis.back;
+      for (int i = t - 1; i >= 0; i--, back = sentence.history[back].before)
+        rules_.past()[i] = sentence.history[back].token;
     }
-    int count = 0;
-    const real end = value[model_.eos];
-    const bool full = t >= inputs_.limits[input];
-    const real end_value = full && options_.open_end ? real(0) : end;
-    const bool may_end = t >= inputs_.minimums[input] && end_value > LOWEST;
-    if (options_.sample && !full) {
-      if (!may_end) value[model_.eos] = LOWEST;
-      const int token = draw(value, inputs_.noise[size_t(input) * inputs_.noise_stride + t]);
+    rules_.apply(input, t, hypothesis.progress, value);
+    auto choice = [&](int token, real added) {
+      const bool end = token == model_.eos;
+      const Progress progress = end ? Progress() : rules_.follow(token);
+      return Choice{sum + added, parent, token, rules_.score(token), end, end ? 0 : rules_.stage(token), 0, progress};
+    };
+    if (options_.samples && t >= inputs_.prefix_length(input) && t < inputs_.limits[input]) {
+      const int sample = input * options_.samples + hypothesis.number;
+      const int token = rules_.sample(value, inputs_.noise[size_t(sample) * inputs_.noise_stride + t]);
       if (!(value[token] > LOWEST)) return 0;
-      out[0] = {sum + value[token], parent, token, score_of(value, token), token == model_.eos};
+      out[0] = choice(token, value[token]);
       return 1;
     }
-    if (may_end) out[count++] = {sum + end_value, parent, model_.eos, end, true};
-    if (full) return count;
-    value[model_.eos] = LOWEST;
-    const int best = model_.kernels->top(value, model_.target_vocab, width_, candidates_);
-    for (int i = 0; i < best; i++) {
-      const int token = candidates_[i].token;
-      if (candidates_[i].value > LOWEST)
-        out[count++] = {sum + candidates_[i].value, parent, token, score_of(value, token), false};
-    }
+    int count = 0;
+    if (value[model_.eos] > LOWEST) out[count++] = choice(model_.eos, value[model_.eos]);
+    if (t >= inputs_.limits[input]) return count;
+    const int best = rules_.top(value, options_.samples ? 1 : sentence.width, candidates_);
+    for (int i = 0; i < best; i++) out[count++] = choice(candidates_[i].token, candidates_[i].value);
     return count;
   }
 
-  // Sample a token: `noise` is a share of the probability of the tokens that remain.
-  int draw(const real* value, real noise) {
-    const int vocab = model_.target_vocab;
-    for (int i = 0; i < vocab; i++) order_[i] = {value[i], i};
-    std::sort(order_, order_ + vocab, [](const Candidate& a, const Candidate& b) {
-      return a.value != b.value ? a.value > b.value : a.token < b.token;
-    });
-    const double temperature = options_.temperature > 1e-30 ? options_.temperature : 1e-30;
-    double total = 0;
-    for (int i = 0; i < vocab; i++) {
-      weights_[i] = exponential((double(order_[i].value) - double(order_[0].value)) / temperature);
-      total += weights_[i];
-    }
-    const int most = options_.top_k && options_.top_k < vocab ? options_.top_k : vocab;
-    double kept = 0, all = 0;
-    int count = 0;
-    for (; count < most; count++) all += weights_[count];
-    const double nucleus = options_.top_p * (options_.top_k ? all : total);
-    for (count = 0; count < most; count++) {
-      if (count && (kept >= nucleus || weights_[count] < options_.min_p * weights_[0])) break;
-      kept += weights_[count];
-    }
-    double sum = 0;
-    for (int i = 0; i < count; i++) {
-      sum += weights_[i];
-      if (sum > double(noise) * kept) return order_[i].token;
-    }
-    return order_[count - 1].token;
-  }
-
   void advance(Sentence* sentence, real* logp) {
+    if (options_.alternatives && sentence->step == inputs_.prefix_length(sentence->input)) {
+      list_alternatives(sentence, logp);
+      return;
+    }
     int count = 0;
     for (int w = 0; w < sentence->alive; w++)
       count += choose(*sentence, w, logp + size_t(w) * vocab_stride_, choices_ + count);
-    // The best 2 * width candidates, in order; ends among the first `width` of them finish.
-    const int most = count < 2 * width_ ? count : 2 * width_;
-    for (int i = 0; i < most; i++) {
-      int first = i;
-      for (int j = i + 1; j < count; j++)
-        if (better(choices_[j], choices_[first])) first = j;
-      const Choice choice = choices_[first];
-      choices_[first] = choices_[i];
-      choices_[i] = choice;
-    }
+    const int most = options_.samples ? count : order(*sentence, count);
     int next = 0;
     Hypothesis* old = sentence->hypotheses;
     Hypothesis* fresh = old + width_;
-    const int t = sentence->step;
     for (int i = 0; i < most; i++) {
       const Choice& choice = choices_[i];
+      const Hypothesis& parent = old[choice.parent];
       if (choice.end) {
-        if (i < width_) finish(sentence, choice, old[choice.parent].back);
-      } else if (next < width_) {
-        fresh[next] = {choice.value, choice.token, 0, fresh[next].path, sentence->past, choice.parent};
-        sentence->history[sentence->past++] = {old[choice.parent].back, choice.token, choice.score};
+        if (options_.samples || i < sentence->width) finish(sentence, choice, parent);
+      } else if (next < sentence->width) {
+        fresh[next] = {choice.value,   choice.token,  parent.length,   fresh[next].path,
+                       sentence->past, choice.parent, parent.number, choice.progress};
+        sentence->history[sentence->past++] = {parent.back, choice.token, choice.score};
         next++;
       }
     }
-    sentence->step = t + 1;
-    if (!next || settled(sentence, t, fresh[0].sum)) {
+    sentence->step++;
+    if (!next || (!options_.samples && settled(sentence, fresh[0].sum))) {
       leave(sentence);
       return;
     }
     for (int w = 0; w < next; w++) {
       const Hypothesis& parent = old[fresh[w].parent];
-      fresh[w].length = parent.length;
       memcpy(fresh[w].path, parent.path, sizeof(int) * size_t(parent.length));
       nodes_.use(parent.path[parent.length - 1]);
     }
     for (int w = 0; w < sentence->alive; w++) nodes_.release(old[w].path[old[w].length - 1]);
-    for (int w = 0; w < next; w++) {
-      const Hypothesis swapped = old[w];
-      old[w] = fresh[w];
-      fresh[w].path = swapped.path;
-    }
+    for (int w = 0; w < next; w++) std::swap(old[w], fresh[w]);
     sentence->alive = next;
   }
 
-  void finish(Sentence* sentence, const Choice& choice, int back) {
+  // Put the best choices first, in order -> how many: twice the beam. Ends among the first half finish.
+  int order(const Sentence& sentence, int count) {
+    const int most = std::min(count, 2 * sentence.width);
+    if (sentence.width > options_.beam) {
+      std::sort(choices_, choices_ + count, better);
+      take_turns(count);
+      return most;
+    }
+    for (int i = 0; i < most; i++) {
+      int first = i;
+      for (int j = i + 1; j < count; j++)
+        if (better(choices_[j], choices_[first])) first = j;
+      std::swap(choices_[i], choices_[first]);
+    }
+    return most;
+  }
+
+  // The stages of progress share the beam in turn: the best of each, then the second best of each.
+  void take_turns(int count) {
+    memset(turns_, 0, sizeof(int) * (size_t(longest_stage_) + 1));
+    for (int i = 0; i < count; i++) choices_[i].turn = turns_[std::min(choices_[i].stage, longest_stage_)]++;
+    std::sort(choices_, choices_ + count, [](const Choice& a, const Choice& b) {
+      return a.turn != b.turn ? a.turn < b.turn : better(a, b);
+    });
+  }
+
+  // The outputs of a search for the best tokens after the prefix.
+  void list_alternatives(Sentence* sentence, real* value) {
+    const Hypothesis& h = sentence->hypotheses[0];
+    rules_.apply(sentence->input, sentence->step, h.progress, value);
+    const int count = model_.kernels->top(value, model_.target_vocab, options_.alternatives, candidates_);
+    for (int i = 0; i < count && candidates_[i].value > LOWEST; i++) {
+      const int token = candidates_[i].token;
+      sentence->best[i] = {candidates_[i].value, h.back, sentence->step, token, rules_.score(token), 0};
+      sentence->finished = i + 1;
+    }
+    sentence->step++;
+    leave(sentence);
+  }
+
+  void finish(Sentence* sentence, const Choice& choice, const Hypothesis& parent) {
     const int t = sentence->step;
-    const bool open = options_.open_end && t >= inputs_.limits[sentence->input];
-    const int length = t + !open;
+    const bool open = inputs_.open_end(sentence->input) && t >= inputs_.limits[sentence->input];
+    const int length = t + !(open || parent.progress.stopped);
     const real value = choice.value / power(length ? length : 1, options_.length_penalty);
+    const Finished finished = {value, parent.back, t, open ? -1 : model_.eos, choice.score, parent.number};
+    Finished* best = sentence->best;
     sentence->ended++;
     int at = sentence->finished;
-    Finished* best = sentence->best;
-    for (; at > int(sentence->closed) && best[at - 1].value < value; at--) best[at] = best[at - 1];
-    best[at] = {value, back, t, choice.score};
+    if (options_.samples)
+      for (; at > 0 && best[at - 1].number > finished.number; at--) best[at] = best[at - 1];
+    else
+      for (; at > int(sentence->closed) && best[at - 1].value < value; at--) best[at] = best[at - 1];
+    best[at] = finished;
     if (sentence->finished < options_.keep) sentence->finished++;
   }
 
   // Whether no hypothesis may still enter the n-best; `sum` is that of the best one.
-  bool settled(Sentence* sentence, int t, real sum) const {
+  bool settled(Sentence* sentence, real sum) const {
+    const int t = sentence->step;
     const double penalty = options_.length_penalty;
     const real first = sentence->finished ? sentence->best[0].value : LOWEST;
     const real last = sentence->finished == options_.keep ? sentence->best[options_.keep - 1].value : LOWEST;
+    if (sentence->width == 1 && sentence->finished) return true;
     if (!options_.exact) {
-      const bool better = sum / power(t + 1, penalty) > first;
-      sentence->closed = sentence->closed || (sentence->ended >= width_ && !better);
-      const bool enters = options_.keep > 1 && sum / power(NBEST_GROWTH * (t + 1), penalty) > last;
+      const bool better = sum / power(t, penalty) > first;
+      sentence->closed = sentence->closed || (sentence->ended >= options_.beam && !better);
+      const bool enters = options_.keep > 1 && sum / power(NBEST_GROWTH * t, penalty) > last;
       if (sentence->closed && !enters) return true;
     }
     return !(sum / power(inputs_.limits[sentence->input] + 1, penalty) > last);
@@ -466,9 +470,7 @@ class Search {
     int stored = 0;
     for (int f = 0; f < sentence->finished; f++) {
       const Finished& finished = sentence->best[f];
-      const bool limited = finished.length == inputs_.limits[input];
-      const bool ends = !(limited && options_.open_end);
-      const int length = finished.length + ends;
+      const int length = finished.length + (finished.token >= 0);
       int32_t* ids = results_->ids + used_;
       real* scores = results_->scores + used_;
       int back = finished.back;
@@ -477,17 +479,22 @@ class Search {
         scores[i] = sentence->history[back].score;
         back = sentence->history[back].before;
       }
-      if (ends) {
-        ids[length - 1] = model_.eos;
-        scores[length - 1] = finished.end_score;
+      if (finished.token >= 0) {
+        ids[length - 1] = finished.token;
+        scores[length - 1] = finished.score;
       }
       Output* outputs = results_->outputs + size_t(input) * options_.keep;
       bool repeated = false;
-      for (int i = 0; i < stored && !repeated; i++)
+      for (int i = 0; i < stored && !repeated && !options_.samples; i++)
         repeated = outputs[i].length == length &&
                    !memcmp(results_->ids + outputs[i].first, ids, sizeof(int32_t) * size_t(length));
       if (repeated) continue;
-      outputs[stored++] = {used_, length, limited, double(finished.value)};
+      double value = double(finished.value);
+      if (sentence->width == 1 || options_.samples) {  // one path: the sum of its scores
+        value = 0;
+        for (int i = 0; i < length; i++) value += double(scores[i]);
+      }
+      outputs[stored++] = {used_, length, finished.length == inputs_.limits[input], value};
       used_ += length;
     }
     results_->counts[input] = stored;
@@ -499,69 +506,55 @@ class Search {
     sentence->alive = 0;
   }
 
-  const Model& model_;
+  const Ensemble& ensemble_;
+  const Model& model_;  // the first one
   const Options& options_;
   const Inputs& inputs_;
   Arena* arena_;
   Results* results_;
-  Positions &source_positions_, &target_positions_;
-  int width_ = 1, slots_ = 0, longest_ = 0, chunk_ = 0, vocab_stride_ = 0, next_ = 0;
-  int64_t used_ = 0;  // ids in the results
+  Rules rules_;
+  int width_ = 1, slots_ = 0, longest_ = 0, longest_source_ = 0, limit_ = 0, longest_stage_ = 0;
+  int vocab_stride_ = 0, next_ = 0;
+  int64_t used_ = 0, results_size_ = 0;  // ids in the results
+  Member* members_ = nullptr;
   Sentence* sentences_ = nullptr;
+  Sentence** waiting_ = nullptr;
   Encoded** fresh_ = nullptr;
   Row* rows_ = nullptr;
-  real* logits_ = nullptr;
-  real** encoder_blocks_ = nullptr;
+  real *logits_ = nullptr, *other_logits_ = nullptr;
   Candidate* candidates_ = nullptr;
+  Candidate* top_ = nullptr;
+  int top_count_ = 0;
+  int32_t* top_tokens_ = nullptr;
+  double* top_scores_ = nullptr;
+  int* turns_ = nullptr;  // by stage: choices so far
   Choice* choices_ = nullptr;
-  Candidate* changed_ = nullptr;  // tokens with their log-probabilities before the rules
-  int changed_count_ = 0;
-  int* past_ = nullptr;    // tokens of a hypothesis
-  int* stamps_ = nullptr;  // by token: when it was last seen
-  int stamp_ = 0;
-  Candidate* order_ = nullptr;  // of samples
-  double* weights_ = nullptr;
-  Activations space_;
   Nodes nodes_;
 };
 
-}  // namespace
-
-constexpr int MAX_TOKENS = 1 << 20;  // of a source or an output
-constexpr int64_t MAX_NODES = 1 << 29;
-constexpr int MAX_BEAM = 1000;
-
-bool valid(const Model& model, const Options& options, const Inputs& inputs, int additional) {
-  if (inputs.count < 1 || options.beam < 1 || options.beam > MAX_BEAM || options.keep < 1 ||
-      options.keep > MAX_BEAM || options.sentences < 1)
-    return false;
-  const int vocab = model.encoder.present ? model.source_vocab : model.target_vocab;
-  for (int i = 0; i < options.blocked_count; i++)
-    if (options.blocked[i] < 0 || options.blocked[i] >= model.target_vocab) return false;
-  for (int i = 0; i < options.after_prefix_count; i++)
-    if (options.after_prefix[i] < 0 || options.after_prefix[i] >= model.target_vocab) return false;
-  if (options.no_repeat < 0 || options.top_k < 0) return false;
-  if (options.sample && (options.beam > 1 || !inputs.noise)) return false;
-  for (int i = 0; i < inputs.count; i++) {
-    if (options.sample && inputs.limits[i] > inputs.noise_stride) return false;
-    const int source = inputs.source_length(i), prefix = inputs.prefix_length(i), limit = inputs.limits[i];
-    if (source < 1 || prefix < 0 || limit < prefix || limit > MAX_TOKENS || source > MAX_TOKENS) return false;
-    for (int s = 0; s < source; s++)
-      if (inputs.source(i)[s] < 0 || inputs.source(i)[s] >= vocab) return false;
-    for (int p = 0; p < prefix; p++)
-      if (inputs.prefix(i)[p] < 0 || inputs.prefix(i)[p] >= model.target_vocab) return false;
-    const int positions = limit + additional + (model.encoder.present ? 0 : source - 1);
-    if (int64_t(options.beam) * positions >= MAX_NODES) return false;
-    if (model.decoder.position == LEARNED && positions > model.decoder.table_rows) return false;
-    if (model.encoder.present && model.encoder.position == LEARNED && source > model.encoder.table_rows) return false;
-  }
-  return true;
+Status begin(const Ensemble& ensemble, const Options& options, const Inputs& inputs, Results* results,
+             Search** search) {
+  results->problem = problem_of(ensemble, options, inputs, 1);
+  if (results->problem) return INVALID;
+  Arena& arena = ensemble.spaces[0]->memory;
+  arena.reset();
+  void* place = arena.take<Search>(1);
+  if (!place) return OUT_OF_MEMORY;
+  *search = new (place) Search(ensemble, options, inputs, results);
+  return (*search)->reserve() ? RUNNING : OUT_OF_MEMORY;
 }
 
-Status search(const Model& model, const Options& options, const Inputs& inputs, Workspace* space, Results* results) {
-  if (!valid(model, options, inputs, 1)) return INVALID;
-  space->memory.reset();
-  return Search(model, options, inputs, space, results).run();
+Status advance(Search* search, Step* step) {
+  const Status status = search->step();
+  if (status == RUNNING) search->describe(step);
+  return status;
+}
+
+Status search(const Ensemble& ensemble, const Options& options, const Inputs& inputs, Results* results) {
+  Search* search = nullptr;
+  Status status = begin(ensemble, options, inputs, results, &search);
+  while (status == RUNNING) status = search->step();
+  return status;
 }
 
 }  // namespace rn

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from kit.decoding import LETTERS, NAMES, language_model, names, run_of, seeds, sources, trained, words
-from regard.decode.constraints import PhraseConstraint, SearchInput, Spelling, is_combining, make_phrases
+from regard.decode.constraints import PhraseConstraint, Prefix, SearchInput, Spelling, is_combining, make_phrases
 from regard.decode.engine import generate
 from regard.decode.forced import score
 from regard.decode.hypothesis import Hypothesis
@@ -285,3 +285,10 @@ def test_alternatives_after_a_prefix_and_beyond_the_end() -> None:
     row = next(generate(run, ["cab"], Options(alternatives=3, alternatives_at=50)))
     assert row[0].text == "baac" and all(h.text.startswith("baac") for h in row)
     assert [len(h.text) > 4 for h in row] == [False, True, True]
+
+
+def test_tokens_that_may_not_follow_a_prefix_are_those_of_the_input() -> None:
+    items = [SearchInput(((4, 3),), 9, prefix=(4,), not_after_prefix=tokens) for tokens in ((5, 6), (), (7,))]
+    value = torch.zeros(6, 9)
+    Prefix(items, torch.device("cpu")).apply(value, value.clone(), 1, torch.arange(3))
+    assert [row.isinf().nonzero().flatten().tolist() for row in value] == [[5, 6], [5, 6], [], [], [7], [7]]

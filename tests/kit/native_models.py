@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from regard_native.core import Core
 from regard_native.pack import Description
 
 from regard.config import Config, Stack
-from regard.decode.constraints import SearchInput
+from regard.decode.constraints import Phrases, PhraseTexts, SearchInput, Spelling, make_phrases
 from regard.model import Model
 from regard.run import weights_of
 
@@ -21,18 +22,18 @@ TOLERANCE = 1e-4
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> Config:
+def configs(draw: st.DrawFn, alone: bool | None = None, vocab: int | None = None) -> Config:
     """Small models with every layer, position and score that the engine supports."""
 
     def one_of(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
-    alone = draw(st.booleans())  # without an encoder
+    alone = draw(st.booleans()) if alone is None else alone  # without an encoder
     recurrent = not alone and draw(st.booleans())
     heads = draw(st.integers(1, 4))
     width = heads * one_of(4, 6, 16, 20)  # even, for recurrent layers
     layers = draw(st.integers(1, 3))
-    vocab = one_of(7, 20, 150)
+    vocab = vocab or one_of(7, 20, 150)
     score = one_of("scaled_dot", "scaled_dot", "general", "additive", "concat", "cosine", "location")
     cross_window = one_of(None, 3)
     shared: dict[str, Any] = {
@@ -74,7 +75,7 @@ def configs(draw: st.DrawFn) -> Config:
         return Stack(**shared, kept_heads=draw(pruned), kept_cross_heads=draw(pruned) if crosses else None)
 
     return Config(
-        source_vocab=vocab,
+        source_vocab=vocab if alone else one_of(9, vocab),
         target_vocab=vocab,
         encoder=None if alone else stack(),
         decoder=stack(crosses=not alone),
@@ -82,6 +83,14 @@ def configs(draw: st.DrawFn) -> Config:
         scale_embeddings=draw(st.booleans()),
         output_bias=draw(st.booleans()),
     )
+
+
+@st.composite
+def ensembles(draw: st.DrawFn) -> list[Config]:
+    """Models of different architectures that share a target vocabulary."""
+    first = draw(configs())
+    alone = first.encoder is None
+    return [first, *draw(st.lists(configs(alone, first.target_vocab), min_size=1, max_size=2))]
 
 
 @st.composite
@@ -99,6 +108,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         chosen |= {
             "sample": True,
+            "nbest": draw(st.integers(1, 3)),
             "temperature": draw(st.sampled_from([0.7, 1.5])),
             "top_k": draw(st.sampled_from([0, 3])),
             "top_p": draw(st.sampled_from([1.0, 0.8])),
@@ -116,42 +126,90 @@ def make_model(config: Config, seed: int) -> Model:
     return model
 
 
-def make_inputs(config: Config, seed: int) -> list[SearchInput]:
+def make_inputs(models: Config | Sequence[Config], seed: int) -> list[SearchInput]:
+    """Random inputs of one model or an ensemble, each with rules of its own."""
+    configs = [models] if isinstance(models, Config) else list(models)
+    vocab = configs[0].target_vocab
     rng = np.random.default_rng(seed)
+    with_phrases = rng.random() < 0.6
     inputs = []
-    for _ in range(rng.integers(1, 8)):
-        source = rng.integers(4, config.source_vocab, rng.integers(1, 25)).tolist()
+    for key in range(rng.integers(1, 8)):
+        sources = tuple(_source(config, rng) for config in configs)
         limit = int(rng.integers(1, 15))
+        prefix = tuple(rng.integers(4, vocab, rng.integers(0, 2)).tolist())
+        phrases = _phrases(vocab, rng) if with_phrases and rng.random() < 0.8 else None
         inputs.append(
             SearchInput(
-                (source if config.encoder is None else [*source, EOS],),
+                sources,
                 limit=limit,
                 minimum=min(limit, int(rng.integers(0, 3))),
-                prefix=tuple(rng.integers(4, config.target_vocab, rng.integers(0, 2)).tolist()),
-                open_end=config.encoder is None,
+                prefix=prefix,
+                not_after_prefix=tuple(rng.integers(4, vocab, rng.integers(0, 3)).tolist()) if prefix else (),
+                texts=PhraseTexts(stop=("stop",) if phrases is not None and phrases.stop_QV.any() else ()),
+                phrases=phrases,
+                stages=0 if phrases is None else min(phrases.tokens_needed(()) or 0, 5),
+                key=key,
+                seed=int(rng.integers(0, 5)) if rng.random() < 0.5 else None,
+                open_end=configs[0].encoder is None or bool(rng.integers(0, 2)),
             )
         )
     return inputs
+
+
+def _source(config: Config, rng: np.random.Generator) -> list[int]:
+    source: list[int] = rng.integers(4, config.source_vocab, rng.integers(1, 25)).tolist()
+    return source if config.encoder is None else [*source, EOS]
+
+
+def _phrases(vocab: int, rng: np.random.Generator) -> Phrases:
+    """The automaton of random phrases, over tokens of up to three of three letters."""
+
+    def words(least: int, most: int, longest: int) -> list[tuple[int, ...]]:
+        return [tuple(rng.integers(0, 3, rng.integers(1, longest)).tolist()) for _ in range(rng.integers(least, most))]
+
+    letters = [() if token < 4 else tuple(rng.integers(0, 3, rng.integers(1, 4)).tolist()) for token in range(vocab)]
+    spelling = Spelling(letters, [token > EOS for token in range(vocab)], EOS)
+    require = [words(1, 3, 7) for _ in range(rng.integers(0, 3))]
+    return make_phrases(require, words(0, 2, 5), spelling, words(0, 2, 6))
 
 
 def describe(model: Model) -> Description:
     return Description(model.config.model_dump(mode="json"), {name: x.numpy() for name, x in weights_of(model).items()})
 
 
-def native_search(core: Core, inputs: list[SearchInput], chosen: dict[str, Any]) -> list[Any]:
+def native_search(
+    cores: Core | Sequence[Core], inputs: list[SearchInput], chosen: dict[str, Any], weights: Sequence[float] = ()
+) -> list[Any]:
+    members = [cores] if isinstance(cores, Core) else cores
+    return members[0].search(**arguments_of(members, inputs, chosen), weights=weights)
+
+
+def arguments_of(cores: Sequence[Core], inputs: list[SearchInput], chosen: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `Core.search`."""
     names = {"nbest": "keep", "no_repeat_ngram": "no_repeat"}
     arguments = {names.get(name, name): value for name, value in chosen.items() if name != "sample"}
-    if "sample" in chosen:
-        noise = np.zeros((len(inputs), max(item.limit for item in inputs) + 1), np.float32)
-        for row, item in zip(noise, inputs, strict=True):
-            row[: item.limit + 1] = np.random.default_rng((1, item.key, 0)).random(item.limit + 1)
-        arguments["noise"] = np.minimum(noise, np.float32(1 - 2**-24))
-    return core.search(
-        [item.sources[0] for item in inputs],
-        [item.limit for item in inputs],
-        minimums=[item.minimum for item in inputs],
-        prefixes=[item.prefix for item in inputs],
-        open_end=inputs[0].open_end,
-        blocked=BLOCKED,
+    if chosen.get("sample"):
+        arguments["noise"] = make_noise(inputs, arguments.pop("keep", 1))
+    return {
+        "sources": [item.sources[0] for item in inputs],
+        "limits": [item.limit for item in inputs],
+        "others": [(core, [item.sources[i] for item in inputs]) for i, core in enumerate(cores) if i],
+        "minimums": [item.minimum for item in inputs],
+        "prefixes": [item.prefix for item in inputs],
+        "after_prefix": [item.not_after_prefix for item in inputs],
+        "open_end": [item.open_end for item in inputs],
+        "phrases": [item.phrases for item in inputs],
+        "stages": [item.stages for item in inputs],
+        "blocked": BLOCKED,
         **arguments,
-    )
+    }
+
+
+def make_noise(inputs: list[SearchInput], samples: int) -> np.ndarray:
+    """The random numbers with which the torch engine samples."""
+    noise = np.zeros((len(inputs), samples, max(item.limit for item in inputs) + 1), np.float32)
+    for rows, item in zip(noise, inputs, strict=True):
+        for sample, row in enumerate(rows):
+            seed = 1 if item.seed is None else item.seed
+            row[: item.limit + 1] = np.random.default_rng((seed, item.key, sample)).random(item.limit + 1)
+    return np.minimum(noise, np.float32(1 - 2**-24))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -12,19 +14,22 @@ from hypothesis import given, settings, strategies as st
 from kit.models import family
 from regard.config import Config, Stack
 from regard.decode.ensemble import Scorer
+from regard.decode.hypothesis import DecodedIds
 from regard.decode.request import Options
-from regard.decode.search import search
+from regard.decode.search import Sampler, _next_tokens, greedy, make_rules, search, steps, top_tokens
 
 pytest.importorskip("regard_native")
 
-from regard_native.core import Core, NativeError, available_kernels
+from regard_native.core import Core, Decoded, NativeError, available_kernels
 
 from kit.native_models import (
     BLOCKED,
     EOS,
     TOLERANCE,
+    arguments_of,
     configs,
     describe,
+    ensembles,
     make_inputs,
     make_model,
     native_search,
@@ -45,12 +50,130 @@ def test_outputs_and_scores_equal_those_of_torch_on_every_instruction_set(config
     ]
     assert all(result == results[0] for result in results)
     for outputs, reference in zip(results[0], expected, strict=True):
-        assert [tuple(output.ids) for output in outputs] == [output.ids for output in reference]
-        for output, other in zip(outputs, reference, strict=True):
-            assert output.token_scores == pytest.approx(other.token_scores, abs=TOLERANCE)
-            if chosen["beam"] > 1:
-                assert output.value == pytest.approx(other.value, abs=TOLERANCE)
-            assert output.limited == other.limited
+        check_outputs(outputs, reference)
+
+
+def check_outputs(outputs: list[Decoded], reference: list[DecodedIds]) -> None:
+    assert [tuple(output.ids) for output in outputs] == [output.ids for output in reference]
+    for output, other in zip(outputs, reference, strict=True):
+        assert output.token_scores == pytest.approx(other.token_scores, abs=TOLERANCE)
+        assert output.value == pytest.approx(other.value, abs=TOLERANCE)
+        assert output.limited == other.limited
+
+
+@settings(max_examples=40)
+@given(ensembles(), options(), st.integers(0, 1000))
+def test_ensembles_give_the_outputs_of_torch_in_any_batch(members, chosen, seed):
+    models = [make_model(config, seed + i) for i, config in enumerate(members)]
+    weights = np.random.default_rng(seed).uniform(0.1, 1, len(models)).tolist()
+    inputs = make_inputs(members, seed)
+    descriptions = [describe(model) for model in models]
+    cores = [Core(each.numbers, each.tensors) for each in descriptions]
+    together = native_search(cores, inputs, chosen, weights)
+    expected = search(Scorer(models, weights, BLOCKED), inputs, Options(**chosen))
+    for outputs, reference in zip(together, expected, strict=True):
+        check_outputs(outputs, reference)
+    assert [native_search(cores, [item], chosen, weights)[0] for item in inputs] == together
+
+
+def test_an_ensemble_of_one_model_twice_gives_its_outputs():
+    config = Config(
+        source_vocab=30,
+        target_vocab=30,
+        encoder=Stack(layers=1, width=16, heads=2, ff=16),
+        decoder=Stack(layers=1, width=16, heads=2, ff=16),
+    )
+    description = describe(make_model(config, 0))
+    core = Core(description.numbers, description.tensors)
+    for seed in range(5):
+        inputs = make_inputs([config] * 2, seed)
+        twice = [replace(item, sources=item.sources[:1] * 2) for item in inputs]
+        assert native_search([core, core], twice, {"beam": 3}) == native_search(core, inputs, {"beam": 3})
+
+
+@settings(max_examples=40)
+@given(ensembles() | configs(), options(), st.integers(0, 1000))
+def test_a_stream_gives_the_tokens_of_the_search_and_the_most_probable_ones(members, chosen, seed):
+    chosen = {**chosen, "beam": 1, "nbest": 1, "exact": False}
+    members = [members] if isinstance(members, Config) else members
+    models = [make_model(config, seed) for config in members]
+    cores = [Core(each.numbers, each.tensors) for each in map(describe, models)]
+    scorer = Scorer(models, blocked=BLOCKED)
+    for item in make_inputs(members, seed):
+        if item.stages and "sample" not in chosen:  # a beam search
+            continue
+        outputs = native_search(cores, [item], chosen)[0]
+        arguments = arguments_of(cores, [item], chosen)
+        stream = list(
+            cores[0].stream(arguments.pop("sources")[0], arguments.pop("limits")[0], top_tokens=4, **arguments)
+        )
+        if outputs:
+            assert [token.id for token in stream] == outputs[0].ids
+            assert [token.score for token in stream] == outputs[0].token_scores
+        else:
+            assert EOS not in [token.id for token in stream]
+        rules = make_rules(scorer, [item], Options(**chosen), one_path=True)
+        choose = Sampler([item], 1, Options(**chosen), scorer.device) if "sample" in chosen else greedy
+        with torch.inference_mode():
+            for token, step in zip(stream, steps(scorer, [item], rules, choose), strict=False):
+                (expected,) = top_tokens(step.logp_NV, 4)
+                assert [x for _, x in token.top] == pytest.approx([x for _, x in expected], abs=TOLERANCE)
+                assert [token.id, token.score] == pytest.approx(
+                    [int(step.tokens_N), float(step.scores_N)], abs=TOLERANCE
+                )
+
+
+def test_streams_and_searches_of_a_model_do_not_disturb_each_other():
+    config = Config(
+        source_vocab=30,
+        target_vocab=30,
+        encoder=Stack(layers=1, width=16, heads=2, ff=16),
+        decoder=Stack(layers=1, width=16, heads=2, ff=16),
+    )
+    description = describe(make_model(config, 0))
+    core = Core(description.numbers, description.tensors)
+    sources = [[4, 5, 6, EOS], [7, 8, EOS], [9, EOS]]
+    expected = [row[0].ids for row in core.search(sources, [9] * 3)]
+    streams = [core.stream(source, 9) for source in sources]
+    ids: list[list[int]] = [[], [], []]
+    for _ in range(10):
+        for row, stream in zip(ids, streams, strict=True):
+            row += [token.id for token in islice(stream, 1)]
+        core.search(sources, [9] * 3, beam=4)
+    assert ids == expected
+
+
+@settings(max_examples=40)
+@given(ensembles() | configs(), st.integers(0, 1000), st.integers(1, 9))
+def test_alternatives_are_the_best_tokens_after_the_prefix(members, seed, count):
+    members = [members] if isinstance(members, Config) else members
+    models = [make_model(config, seed) for config in members]
+    cores = [Core(each.numbers, each.tensors) for each in map(describe, models)]
+    inputs = make_inputs(members, seed)
+    rows = native_search(cores, inputs, {"alternatives": count})
+    scorer = Scorer(models, blocked=BLOCKED)
+    with torch.inference_mode():
+        expected = _next_tokens(scorer, inputs, Options(alternatives=count))
+    assert [[output.ids[-1] for output in row] for row in rows] == expected
+    for item, row in zip(inputs, rows, strict=True):
+        assert all(tuple(output.ids[:-1]) == item.prefix for output in row)
+    assert [native_search(cores, [item], {"alternatives": count})[0] for item in inputs] == rows
+
+
+def test_a_search_that_would_exhaust_the_memory_is_refused():
+    config = Config(
+        source_vocab=30,
+        target_vocab=30,
+        encoder=Stack(layers=1, width=256, heads=2, ff=16),
+        decoder=Stack(layers=2, width=256, heads=2, ff=16),
+    )
+    description = describe(make_model(config, 0))
+    core = Core(description.numbers, description.tensors)
+    sources = [[4, 5, EOS], [6, EOS]] * 20
+    outputs = core.search(sources, [30] * 40, beam=4)
+    with pytest.raises(MemoryError, match=r"500,000 tokens .* 1000 hypotheses"):
+        core.search([[4, EOS]], [500_000], beam=1000)
+    assert core.search(sources, [30] * 40, beam=4) == outputs
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -135,6 +258,12 @@ def test_wrong_sizes_are_refused_before_they_are_read():
         except NativeError:
             continue
     core = Core(description.numbers, description.tensors)
-    for sources, limits in (([[9]], [3]), ([[-1]], [3]), ([[]], [3]), ([[4]], [-1]), ([[4]], [2**31 - 1])):
-        with pytest.raises(NativeError, match="invalid"):
-            core.search(sources, limits)
+    for source, limit, problem in (
+        ([9], 3, "source is outside"),
+        ([-1], 3, "source is outside"),
+        ([], 3, "empty"),
+        ([4], -1, "negative"),
+        ([4], 2**31 - 1, "million"),
+    ):
+        with pytest.raises(NativeError, match=problem):
+            core.search([source], [limit])

@@ -357,6 +357,8 @@ class Prefix(Rule):
         self.length_B = torch.tensor([len(item.prefix) for item in inputs], device=device)
         never_next = sorted({x for item in inputs for x in item.not_after_prefix})
         self.never_next = torch.tensor(never_next, dtype=torch.long, device=device)
+        never = [[x in item.not_after_prefix for x in never_next] for item in inputs]
+        self.never_BX = torch.tensor(never, dtype=torch.bool, device=device)
         self.until = longest + bool(len(self.never_next))
 
     def active(self, t: int) -> bool:
@@ -365,8 +367,9 @@ class Prefix(Rule):
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
         if t > 0 and len(self.never_next):
             ended_B = self.length_B[alive_B] == t
-            rows = ended_B.repeat_interleave(len(value_NV) // len(alive_B)).nonzero()
-            value_NV[rows, self.never_next] = -math.inf
+            never_BX = self.never_BX[alive_B] & ended_B.unsqueeze(1)
+            row, which = never_BX.repeat_interleave(len(value_NV) // len(alive_B), 0).nonzero(as_tuple=True)
+            value_NV[row, self.never_next[which]] = -math.inf
         if t >= self.table_BP.shape[1]:
             return
         forced_N = self.table_BP[alive_B, t].repeat_interleave(len(value_NV) // len(alive_B))
