@@ -227,13 +227,26 @@ inline Vector load_some(const real* x, int count, real rest) {
   return load(lane);
 }
 
+// Round 16 numbers of at most 127 to the nearest even ones: the last bits of a large sum are its integer part.
+inline void round_lanes(const Vector& v, int8_t* out) {
+  constexpr real SHIFTER = sizeof(real) == 4 ? real(12582912.0) : real(6755399441055744.0);
+  const Vector sums = v + splat(SHIFTER + SHIFT);
+#if defined(__AVX512F__) && !defined(RN_DOUBLE)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_maskz_cvtepi32_epi8(0xFFFF, _mm512_castps_si512(__m512(sums.part[0]))));
+#else
+  whole bits[LANES];
+  memcpy(bits, &sums, sizeof bits);
+  for (int i = 0; i < LANES; i++) out[i] = int8_t(bits[i]);
+#endif
+}
+
 void quantize(const real* x, int x_stride, int rows, int width, int8_t* out, float* scale) {
-  const int size = (width + 3) / 4 * 4;
+  const int size = (width + 3) / 4 * 4, whole_lanes = width / LANES * LANES;
   for (int r = 0; r < rows; r++, x += x_stride, out += size) {
     Vector top = splat(0), zeros = splat(0);  // NaN where a number is infinite or NaN, and so the scale
     for (int i = 0; i < width; i += LANES) {
-      Vector v = width - i >= LANES ? load(x + i) : load_some(x + i, width - i, 0);
-      top = larger(top, larger(v, splat(0) - v));
+      const Vector v = i < whole_lanes ? load(x + i) : load_some(x + i, width - i, 0);
+      top = larger(top, magnitude(v));
       zeros = zeros + (v - v);
     }
     const real highest = maximum(top), zero = sum(zeros);
@@ -242,16 +255,12 @@ void quantize(const real* x, int x_stride, int rows, int width, int8_t* out, flo
       memset(out, 0, size_t(size));
       continue;
     }
-    const real factor = highest > real(1e-30) ? 127 / highest : 0;
-    constexpr real SHIFTER = sizeof(real) == 4 ? real(12582912.0) : real(6755399441055744.0);  // rounds to nearest even
-    for (int i = 0; i < width; i += LANES) {
-      const Vector v = width - i >= LANES ? load(x + i) : load_some(x + i, width - i, 0);
-      real rounded[LANES];
-      store(rounded, v * splat(factor) + splat(SHIFTER) - splat(SHIFTER));
-      int8_t lane[LANES];
-      for (int j = 0; j < LANES; j++) lane[j] = int8_t(int(rounded[j]) - SHIFT);
-      memcpy(out + i, lane, size_t(size - i < LANES ? size - i : LANES));
-    }
+    const Vector factor = splat(highest > real(1e-30) ? 127 / highest : 0);
+    for (int i = 0; i < whole_lanes; i += LANES) round_lanes(load(x + i) * factor, out + i);
+    if (whole_lanes == width) continue;
+    int8_t rest[LANES];
+    round_lanes(load_some(x + whole_lanes, width - whole_lanes, 0) * factor, rest);
+    memcpy(out + whole_lanes, rest, size_t(size - whole_lanes));
   }
 }
 
@@ -326,6 +335,15 @@ void activate(Activation kind, const real* gate, real* x, size_t count) {
   }
 }
 
+void rotate(const real* cosine, const real* sine, int half, int count, int stride, real* x) {
+  for (; count; count--, x += stride)
+    for (int i = 0; i < half; i++) {
+      const real a = x[i], b = x[i + half];
+      x[i] = a * cosine[i] - b * sine[i];
+      x[i + half] = b * cosine[i] + a * sine[i];
+    }
+}
+
 void add(real* x, const real* y, size_t count) {
   for (size_t i = 0; i < count; i++) x[i] = x[i] + y[i];
 }
@@ -338,15 +356,13 @@ inline void softmax_keys(const Query& query, real* weights) {
   const int first_block = query.first / LANES, end_block = (query.end + LANES - 1) / LANES;
   Vector top = splat(LOWEST);
   for (int b = first_block; b < end_block; b++) {
-    real* block = weights + b * LANES;
-    for (int i = 0; i < LANES; i++) {
-      const int key = b * LANES + i;
-      if (key < query.first || key >= query.end)
-        block[i] = LOWEST;
-      else if (query.bias)
-        block[i] = block[i] + query.bias[key];
-    }
-    top = larger(top, load(block));
+    const int start = b * LANES;
+    Vector score = load(weights + start);
+    if (query.bias) score = score + load(query.bias + start);
+    if (query.first > start || query.end < start + LANES)
+      score = keep_lanes(score, query.first - start, query.end - start, LOWEST);
+    store(weights + start, score);
+    top = larger(top, score);
   }
   const real most = maximum(top);
   const Vector highest = splat(most > LOWEST ? most : 0);
@@ -363,42 +379,61 @@ inline void softmax_keys(const Query& query, real* weights) {
   }
 }
 
+// Scores of 16 keys.
+inline Vector score_block(const Query& query, const real* keys, int width) {
+  const real* q = query.query;
+  Vector part[4] = {splat(0), splat(0), splat(0), splat(0)};
+  if (query.v) {
+    for (int e = 0; e < width; e++)
+      part[0] = part[0] + tanh(load(keys + e * LANES) + splat(q[e])) * splat(query.v[e]);
+    return part[0];
+  }
+  int e = 0;
+  for (; e + 4 <= width; e += 4)
+    for (int i = 0; i < 4; i++) part[i] = part[i] + load(keys + (e + i) * LANES) * splat(q[e + i]);
+  for (; e < width; e++) part[0] = part[0] + load(keys + e * LANES) * splat(q[e]);
+  return ((part[0] + part[1]) + (part[2] + part[3])) * splat(query.scale);
+}
+
+// Add up values times weights, in order; VECTORS of 16 lanes at a time stay in registers.
+template <int VECTORS, typename Value>
+inline void mix_values(const real* weights, int first, int end, const Value& value, real* out) {
+  Vector mixed[VECTORS];
+  for (int i = 0; i < VECTORS; i++) mixed[i] = load(out + i * LANES);
+  for (int s = first; s < end; s++) {
+    const real* row = value(s);
+    for (int i = 0; i < VECTORS; i++) mixed[i] = mixed[i] + load(row + i * LANES) * splat(weights[s]);
+  }
+  for (int i = 0; i < VECTORS; i++) store(out + i * LANES, mixed[i]);
+}
+
+template <typename Value>
+inline void mix(const real* weights, int first, int end, int width, const Value& value, real* out) {
+  switch (width / LANES) {
+    case 1: return mix_values<1>(weights, first, end, value, out);
+    case 2: return mix_values<2>(weights, first, end, value, out);
+    case 3: return mix_values<3>(weights, first, end, value, out);
+    case 4: return mix_values<4>(weights, first, end, value, out);
+  }
+  for (int i = 0; i < width; i += LANES)
+    mix_values<1>(weights, first, end, [&](int s) { return value(s) + i; }, out + i);
+}
+
 void attend_source(const Query& query, const Source& head, real* weights, real* out) {
   const int value_stride = padded(head.value_width);
   for (int i = 0; i < value_stride; i += LANES) store(out + i, splat(0));
   if (query.first >= query.end) return;
   const int first_block = query.first / LANES, end_block = (query.end + LANES - 1) / LANES;
-  const real* q = query.query;
   for (int b = first_block; b < end_block; b++) {
     const real* keys = head.blocks[b] + head.offset;
-    if (query.scores) {
-      store(weights + b * LANES, load(query.scores + b * LANES));
-      continue;
-    }
-    Vector part[4] = {splat(0), splat(0), splat(0), splat(0)};
-    if (query.v) {
-      for (int e = 0; e < head.width; e++)
-        part[0] = part[0] + tanh(load(keys + e * LANES) + splat(q[e])) * splat(query.v[e]);
-      store(weights + b * LANES, part[0]);
-      continue;
-    }
-    int e = 0;
-    for (; e + 4 <= head.width; e += 4)
-      for (int i = 0; i < 4; i++) part[i] = part[i] + load(keys + (e + i) * LANES) * splat(q[e + i]);
-    for (; e < head.width; e++) part[0] = part[0] + load(keys + e * LANES) * splat(q[e]);
-    store(weights + b * LANES, ((part[0] + part[1]) + (part[2] + part[3])) * splat(query.scale));
+    store(weights + b * LANES, query.scores ? load(query.scores + b * LANES) : score_block(query, keys, head.width));
   }
   softmax_keys(query, weights);
   for (int b = first_block; b < end_block; b++) {
     const real* values = head.blocks[b] + head.offset + head.width * LANES;
     const int from = b * LANES < query.first ? query.first - b * LANES : 0;
     const int to = query.end - b * LANES < LANES ? query.end - b * LANES : LANES;
-    for (int i = 0; i < value_stride; i += LANES) {
-      Vector mixed = load(out + i);
-      for (int s = from; s < to; s++)
-        mixed = mixed + load(values + s * value_stride + i) * splat(weights[b * LANES + s]);
-      store(out + i, mixed);
-    }
+    mix(weights + b * LANES, from, to, value_stride, [&](int s) { return values + s * value_stride; }, out);
   }
 }
 
@@ -418,12 +453,10 @@ void attend_path(const Query& query, const Path& head, real* weights, real* out)
     weights[s] = query.v ? sum(total) : sum(total) * query.scale;
   }
   softmax_keys(query, weights);
-  for (int i = 0; i < value_stride; i += LANES) {
-    Vector mixed = splat(0);
-    for (int s = query.first; s < query.end; s++)
-      mixed = mixed + load(head.nodes + size_t(head.tokens[s]) * head.stride + key_stride + i) * splat(weights[s]);
-    store(out + i, mixed);
-  }
+  for (int i = 0; i < value_stride; i += LANES) store(out + i, splat(0));
+  const real* values = head.nodes + key_stride;
+  mix(weights, query.first, query.end, value_stride,
+      [&](int s) { return values + size_t(head.tokens[s]) * head.stride; }, out);
 }
 
 // Recurrent layers ---------------------------------------------------------------------------------------------------
@@ -490,6 +523,5 @@ int top(const real* x, int size, int count, Candidate* out) {
 
 }  // namespace
 
-const Kernels rn::RN_KERNELS = {RN_NAME, multiply,      multiply_int8, quantize, normalize, activate,
-                                add,     attend_source, attend_path,   gru,      lstm,      log_softmax,
-                                top};
+const Kernels rn::RN_KERNELS = {RN_NAME, multiply, multiply_int8, quantize,    normalize, activate, add,
+                                rotate,  attend_source, attend_path, gru, lstm, log_softmax, top};

@@ -75,6 +75,8 @@ struct Kernels {
                     const real* bias, real* out);
   void (*activate)(Activation kind, const real* gate, real* x, size_t count);  // x = act(x), or act(gate) * x
   void (*add)(real* x, const real* y, size_t count);
+  // Rotate pairs of elements of `count` vectors, `stride` apart.
+  void (*rotate)(const real* cosine, const real* sine, int half, int count, int stride, real* x);
   // Attend from one query; `weights` has space for all keys in whole blocks. `out` is written in whole vectors.
   void (*attend_source)(const Query& query, const Source& head, real* weights, real* out);
   void (*attend_path)(const Query& query, const Path& head, real* weights, real* out);

@@ -40,17 +40,6 @@ void normalize(const Model& model, const Stack& stack, const Norm& norm, const r
                            out);
 }
 
-void rotate(const Positions& positions, int position, int width, real* x) {
-  const int half = width / 2;
-  const real* cosine = positions.cosine + size_t(position) * half;
-  const real* sine = positions.sine + size_t(position) * half;
-  for (int i = 0; i < half; i++) {
-    const real a = x[i], b = x[i + half];
-    x[i] = a * cosine[i] - b * sine[i];
-    x[i + half] = b * cosine[i] + a * sine[i];
-  }
-}
-
 // A vector of length 1 times `factor`.
 void scale_to(const real* x, int width, real factor, real* out) {
   real squares = 0;
@@ -73,6 +62,11 @@ const real* stored_key(const Model& model, const Attention& a, int head, const r
   return key;
 }
 
+void copy_padded(const real* x, int width, int stride, real* out) {
+  memcpy(out, x, sizeof(real) * size_t(width));
+  for (int e = width; e < stride; e++) out[e] = 0;
+}
+
 // Write the keys and values of one token of a source into its block.
 void write_block(const Model& model, const Attention& a, const real* keys, int slot, real* block, Activations* space) {
   const int lane = slot % LANE_COUNT, value_stride = padded(a.value_width);
@@ -82,7 +76,7 @@ void write_block(const Model& model, const Attention& a, const real* keys, int s
     const real* key = stored_key(model, a, g, keys + g * a.width, space);
     for (int e = 0; e < a.width; e++) head[e * LANE_COUNT + lane] = key[e];
     real* value = head + a.width * LANE_COUNT + lane * value_stride;
-    for (int e = 0; e < value_stride; e++) value[e] = e < a.value_width ? values[g * a.value_width + e] : 0;
+    copy_padded(values + g * a.value_width, a.value_width, value_stride, value);
   }
 }
 
@@ -93,8 +87,8 @@ void write_node(const Model& model, const Attention& a, const real* keys, real* 
   for (int g = 0; g < a.kv_heads; g++) {
     real* head = node + a.offset + g * a.head_in_node();
     const real* key = stored_key(model, a, g, keys + g * a.width, space);
-    for (int e = 0; e < key_stride; e++) head[e] = e < a.width ? key[e] : 0;
-    for (int e = 0; e < value_stride; e++) head[key_stride + e] = e < a.value_width ? values[g * a.value_width + e] : 0;
+    copy_padded(key, a.width, key_stride, head);
+    copy_padded(values + g * a.value_width, a.value_width, value_stride, head + key_stride);
   }
 }
 
@@ -222,8 +216,11 @@ void self_attention(const Model& model, const Stack& stack, int layer, const Pos
     real* query = space->projected + size_t(r) * projected;
     real* keys = query + a.heads * a.query_width;
     if (stack.position == ROTARY) {
-      for (int h = 0; h < a.heads; h++) rotate(positions, position, a.query_width, query + h * a.query_width);
-      for (int g = 0; g < a.kv_heads; g++) rotate(positions, position, a.width, keys + g * a.width);
+      const int half = stack.rate_count;
+      const real* cosine = positions.cosine + size_t(position) * half;
+      const real* sine = positions.sine + size_t(position) * half;
+      model.kernels->rotate(cosine, sine, half, a.heads, a.query_width, query);
+      model.kernels->rotate(cosine, sine, half, a.kv_heads, a.width, keys);
     }
     if (stack.causal)
       write_node(model, a, keys, nodes + size_t(rows[r].path[position]) * stack.node_size, space);

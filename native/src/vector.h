@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #ifdef RN_DOUBLE
 typedef double real;
 typedef int64_t whole;
@@ -41,7 +45,7 @@ inline Register load_register(const real* from) {
 
 inline void store_register(real* to, Register value) { memcpy(to, &value, sizeof value); }
 
-inline Register broadcast(real value) { return Register{} + value; }
+inline Register broadcast(real value) { return value - Register{}; }  // x - 0 is x, also for -0
 
 struct Vector {
   Register part[REGISTERS];
@@ -87,9 +91,51 @@ inline Vector operator/(const Vector& a, const Vector& b) {
   return out;
 }
 
+// gcc makes a comparison and a selection of the general form.
+#if defined(__AVX512F__) && !defined(RN_DOUBLE)
+#define RN_LARGER(a, b) Register(_mm512_maskz_max_ps(0xFFFF, __m512(a), __m512(b)))
+#define RN_SMALLER(a, b) Register(_mm512_maskz_min_ps(0xFFFF, __m512(a), __m512(b)))
+#elif defined(__AVX2__) && !defined(RN_DOUBLE)
+#define RN_LARGER(a, b) Register(_mm256_max_ps(__m256(a), __m256(b)))
+#define RN_SMALLER(a, b) Register(_mm256_min_ps(__m256(a), __m256(b)))
+#else
+#define RN_LARGER(a, b) ((a) > (b) ? (a) : (b))
+#define RN_SMALLER(a, b) ((a) < (b) ? (a) : (b))
+#endif
+
 inline Vector larger(const Vector& a, const Vector& b) {
   Vector out;
-  RN_EACH out.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+  RN_EACH out.part[i] = RN_LARGER(a.part[i], b.part[i]);
+  return out;
+}
+
+inline Vector smaller(const Vector& a, const Vector& b) {
+  Vector out;
+  RN_EACH out.part[i] = RN_SMALLER(a.part[i], b.part[i]);
+  return out;
+}
+
+inline Vector magnitude(const Vector& a) {
+  Vector out;
+  constexpr whole MASK = sizeof(real) == 4 ? whole(0x7FFFFFFF) : whole(0x7FFFFFFFFFFFFFFF);
+  RN_EACH {
+    WholeRegister bits;
+    memcpy(&bits, &a.part[i], sizeof bits);
+    bits &= MASK;
+    memcpy(&out.part[i], &bits, sizeof bits);
+  }
+  return out;
+}
+
+// The lanes from `first` to `end` of `value`, and `other` in the rest.
+inline Vector keep_lanes(const Vector& value, int first, int end, real other) {
+  WholeRegister lane;
+  for (int i = 0; i < WIDTH; i++) lane[i] = i;
+  Vector out;
+  RN_EACH {
+    out.part[i] = lane >= first && lane < end ? value.part[i] : broadcast(other);
+    lane += WIDTH;
+  }
   return out;
 }
 
@@ -100,6 +146,25 @@ inline Vector where_less(const Vector& a, const Vector& b, const Vector& value, 
   return out;
 }
 
+// Reduce lanes i and i + 8, then i and i + 4, i + 2 and i + 1.
+#if defined(__AVX2__) && !defined(RN_DOUBLE)
+#define RN_REDUCE(name, combine)                                                                    \
+  inline real name(const Vector& value) {                                                           \
+    __m256 eight = _mm256_##combine##_ps(lower_half(value), upper_half(value));                     \
+    __m128 four = _mm_##combine##_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)); \
+    four = _mm_##combine##_ps(four, _mm_movehl_ps(four, four));                                     \
+    return _mm_cvtss_f32(_mm_##combine##_ss(four, _mm_movehdup_ps(four)));                          \
+  }
+#if defined(__AVX512F__)
+inline __m256 lower_half(const Vector& value) { return _mm512_maskz_extractf32x8_ps(0xFF, __m512(value.part[0]), 0); }
+inline __m256 upper_half(const Vector& value) { return _mm512_maskz_extractf32x8_ps(0xFF, __m512(value.part[0]), 1); }
+#else
+inline __m256 lower_half(const Vector& value) { return __m256(value.part[0]); }
+inline __m256 upper_half(const Vector& value) { return __m256(value.part[1]); }
+#endif
+RN_REDUCE(sum, add)
+RN_REDUCE(maximum, max)
+#else
 inline real sum(const Vector& value) {
   real lane[LANES];
   store(lane, value);
@@ -115,48 +180,41 @@ inline real maximum(const Vector& value) {
     for (int i = 0; i < half; i++) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
   return lane[0];
 }
+#endif
 
 // e^x by 2^n e^r with |r| <= ln(2) / 2. Below the smallest normal number: 0.
 inline Vector exp(const Vector& x) {
 #ifdef RN_DOUBLE
   constexpr real SHIFTER = 6755399441055744.0, LOWEST = -708.0, HIGHEST = 709.0;
   constexpr real LN2_HIGH = 6.93147180369123816490e-01, LN2_LOW = 1.90821492927058770002e-10;
-  constexpr int MANTISSA = 52, DEGREE = 13;
+  constexpr int MANTISSA = 52;
 #else
   constexpr real SHIFTER = 12582912.0f, LOWEST = -87.0f, HIGHEST = 88.0f;
   constexpr real LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
-  constexpr int MANTISSA = 23, DEGREE = 7;
+  constexpr int MANTISSA = 23;
 #endif
   constexpr real LOG2_E = real(1.4426950408889634);
-  constexpr real FACTOR[14] = {1,
-                               1,
-                               real(1.0 / 2),
-                               real(1.0 / 6),
-                               real(1.0 / 24),
-                               real(1.0 / 120),
-                               real(1.0 / 720),
-                               real(1.0 / 5040),
-                               real(1.0 / 40320),
-                               real(1.0 / 362880),
-                               real(1.0 / 3628800),
-                               real(1.0 / 39916800),
-                               real(1.0 / 479001600),
-                               real(1.0 / 6227020800)};
+  const Vector inside = smaller(splat(HIGHEST), larger(splat(LOWEST), x));  // NaN stays NaN
   Vector out;
   RN_EACH {
-    Register value = x.part[i];
-    Register inside = value < LOWEST ? broadcast(LOWEST) : value > HIGHEST ? broadcast(HIGHEST) : value;
-    Register n = inside * LOG2_E + SHIFTER - SHIFTER;
-    Register r = inside - n * LN2_HIGH;
-    r = r - n * LN2_LOW;
-    Register power = broadcast(FACTOR[DEGREE]);
-    for (int k = DEGREE - 1; k >= 0; k--) power = power * r + FACTOR[k];
-    WholeRegister exponent = __builtin_convertvector(n, WholeRegister) << MANTISSA;
+    const Register n = inside.part[i] * LOG2_E + SHIFTER - SHIFTER;
+    const Register r = inside.part[i] - n * LN2_HIGH - n * LN2_LOW;
+#ifdef RN_DOUBLE
+    Register power = broadcast(0);
+    constexpr real FACTORIAL[14] = {1,    1,     2,      6,       24,       120,       720,
+                                    5040, 40320, 362880, 3628800, 39916800, 479001600, 6227020800};
+    for (int k = 13; k >= 0; k--) power = power * r + 1 / FACTORIAL[k];
+#else
+    const Register square = r * r;  // pairs of terms, so that fewer operations wait for each other
+    const Register low = (r + 1) + (r * (1.0f / 6) + 0.5f) * square;
+    const Register high = (r * (1.0f / 120) + 1.0f / 24) + (r * (1.0f / 5040) + 1.0f / 720) * square;
+    Register power = low + high * (square * square);
+#endif
     WholeRegister bits;
     memcpy(&bits, &power, sizeof bits);
-    bits += exponent;
+    bits += __builtin_convertvector(n, WholeRegister) << MANTISSA;
     memcpy(&power, &bits, sizeof power);
-    out.part[i] = value < LOWEST ? broadcast(0) : power;
+    out.part[i] = x.part[i] < LOWEST ? broadcast(0) : power;
   }
   return out;
 }
