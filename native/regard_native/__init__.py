@@ -3,6 +3,8 @@
 __version__ = "0.16.1"
 
 from regard_native.core import NativeError
-from regard_native.run import Hypothesis, Run, load
+from regard_native.hypothesis import Alignment, Hypothesis, Scored
+from regard_native.options import Options
+from regard_native.run import Run, load
 
-__all__ = ["Hypothesis", "NativeError", "Run", "load"]
+__all__ = ["Alignment", "Hypothesis", "NativeError", "Options", "Run", "Scored", "load"]

@@ -1,49 +1,55 @@
-"""A run directory, read without torch, and its outputs for texts."""
+"""A run directory, read without torch: outputs for texts, and scores of given outputs."""
 
 from __future__ import annotations
 
 import json
+import math
+import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from regard_native.core import Core, Decoded, NativeError
+from regard_native.hypothesis import (
+    Alignment,
+    Hypothesis,
+    OutputLimits,
+    Scored,
+    attention_flags,
+    output_flags,
+    plural,
+    too_long,
+    unknown_flags,
+)
+from regard_native.options import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, Options
 from regard_native.pack import Description
-from regard_native.text import EOS, MAX_FILE_BYTES, PAD, SOS, UNK, Codec
+from regard_native.text import MAX_FILE_BYTES, Codec
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-READ = (CONFIG, WEIGHTS, "tokenizer.json", "source.tokenizer.json", "target.tokenizer.json")
-CONTINUATION_LENGTH = 200  # default limit of a continuation, in tokens
-LENGTH_RATIO = 3  # default limit of an output: this many times the source, plus LENGTH_EXTRA
-LENGTH_EXTRA = 50
-MAX_SOURCE = 2048  # tokens
+HEADS = "alignment.json"
+STATISTICS = "statistics.json"
+READ = (CONFIG, WEIGHTS, HEADS, STATISTICS, "tokenizer.json", "source.tokenizer.json", "target.tokenizer.json")
+MAX_CHARACTERS = 1_000_000  # of a source; a longer one always has too many tokens
+UNBOUNDED = 10**9  # positions of a model without a position table
+
+Input = str | tuple[str, str]  # a text, or a text and its features
+Pair = tuple[str, str] | tuple[str, str, str]  # source and target, or source, target and features
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """One output for one source."""
+class Job(NamedTuple):
+    """An input to decode."""
 
-    text: str
-    score: float  # natural-log probability: the sum of token_scores
-    tokens: tuple[str, ...]  # display forms, with the end token
-    token_scores: tuple[float, ...]
-    ids: tuple[int, ...] = ()
-    flags: dict[str, str] = field(default_factory=dict)  # problems: name -> reason
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON shape of `regard generate --json`."""
-        out: dict[str, Any] = {
-            "text": self.text,
-            "score": self.score,
-            "tokens": list(self.tokens),
-            "token_scores": list(self.token_scores),
-        }
-        return {**out, "flags": dict(self.flags)} if self.flags else out
+    index: int
+    source: list[int]
+    limit: int
+    minimum: int
+    unknown: list[str]
 
 
 class Run:
@@ -53,105 +59,291 @@ class Run:
         self.path = path
         config = read_config(path)
         model = config["model"]
+        self._model = model
         self.continues = model["encoder"] is None
         self.codec = Codec(path, config["text"])
         description = Description(model, read_weights(path / WEIGHTS))
         self._core = Core(description.numbers, description.tensors, int8, kernels)
-        self._vocab: int = model["target_vocab"]
-        self._start: int = model["ids"][model["start"]]
+        self._ids = model["ids"]
+        self._start: int = self._ids[model["start"]]
         if max(self.codec.source.size + len(self.codec.features), 1) > model["source_vocab"] or (
-            self.codec.target.size > self._vocab
+            self.codec.target.size > model["target_vocab"]
         ):
             raise NativeError(f"{path}: its tokenizers have more tokens than its model")
-        suppressed = config.get("generation", {}).get("suppressed", ())
-        excluded = {PAD, UNK, SOS, *suppressed, *range(self.codec.target.size, self._vocab)}
-        excluded |= set(range(self.codec.target.special)) - {EOS}
-        self._blocked = sorted(index for index in excluded - {EOS} if 0 <= index < self._vocab)
-        positions = [
-            stack["max_length"]
-            for stack in (model["encoder"], model["decoder"])
-            if stack and stack["position"] == "learned"
-        ]
-        self._positions = min(positions, default=10**9)
+        generation = config.get("generation", {})
+        self._suppressed = {int(index) for index in generation.get("suppressed", ())}
+        self._usual_length: int | None = generation.get("max_length")
+        encoder, decoder = (_positions(model[name]) for name in ("encoder", "decoder"))
+        self._max_source, self._max_target = (decoder - 1, decoder) if self.continues else (encoder - 1, decoder - 1)
+        statistics = read_json(path / STATISTICS) if (path / STATISTICS).is_file() else {}
+        self._limits = OutputLimits.of(statistics["limits"]) if "limits" in statistics else OutputLimits()
 
-    def generate(
-        self,
-        inputs: Iterable[str | tuple[str, str]],
-        *,
-        beam: int = 1,
-        nbest: int = 1,
-        length_penalty: float = 1.0,
-        max_length: int | None = None,
-        min_length: int = 0,
-    ) -> list[list[Hypothesis]]:
-        """The best outputs of every input, best first. An input is a text, or a text and its features."""
-        if isinstance(inputs, str):
-            raise NativeError('inputs: give a list of texts, such as ["hello"]')
-        if not 1 <= nbest <= beam:
-            raise NativeError(f"nbest: is {nbest}; allowed are 1 to beam ({beam})")
-        examples = [(item, None) if isinstance(item, str) else item for item in inputs]
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def generate(self, inputs: Iterable[Input], **settings: Any) -> list[list[Hypothesis]]:
+        """The best outputs of every input, best first. An input is a text, or a text and its features.
+
+        `settings` are fields of `regard_native.Options`, such as beam=5. An input that cannot be decoded has an empty
+        output with a flag.
+        """
+        options = Options.of(settings)
+        examples = _examples(inputs)
+        prefix = self._check(options)
         outputs: list[list[Hypothesis]] = [[] for _ in examples]
-        jobs: list[tuple[int, list[int], int]] = []
+        jobs = []
         for index, (text, features) in enumerate(examples):
-            source = self._encode(text, features)
-            limit = self._limit(len(source), max_length, min_length)
-            problem = self._problem(text, features, source, limit)
-            if problem:
-                outputs[index] = [Hypothesis("", 0.0, (), (), flags=problem)]
+            job = self._prepare(index, text, features, prefix, options)
+            if isinstance(job, Job):
+                jobs.append(job)
             else:
-                jobs.append((index, source, limit))
-        jobs.sort(key=lambda job: -len(job[1]))  # sources of similar length are encoded together
-        decoded = self._core.search(
-            [source for _, source, _ in jobs],
-            [limit for _, _, limit in jobs],
-            minimums=[min_length] * len(jobs),
-            beam=beam,
-            keep=nbest,
-            length_penalty=length_penalty,
-            open_end=self.continues,
-            blocked=self._blocked,
-        )
-        for (index, source, limit), row in zip(jobs, decoded, strict=True):
-            outputs[index] = [self._hypothesis(source, limit, item) for item in row]
+                outputs[index] = [Hypothesis("", 0.0, (), (), flags=job)]
+        jobs.sort(key=lambda job: -len(job.source))  # sources of similar length are encoded together
+        for job, rows in zip(jobs, self._search(jobs, prefix, options), strict=True):
+            outputs[job.index] = [self._hypothesis(job, item, options) for item in rows]
+            if not rows:
+                reason = "the search found no output that satisfies the constraints"
+                outputs[job.index] = [Hypothesis("", 0.0, (), (), flags={"unsatisfied": reason})]
+        if options.alignment or options.top_tokens:
+            self._force(jobs, outputs, options)
+        for row in outputs:
+            for rank, hypothesis in enumerate(row):
+                if hypothesis.ids and self._resegmented(hypothesis):
+                    reason = "the text is tokenised differently, so forced decoding gives another score"
+                    row[rank] = replace(hypothesis, flags={**hypothesis.flags, "segmentation": reason})
         return outputs
+
+    def score(self, pairs: Iterable[Pair], max_source: int = 2048) -> list[Scored]:
+        """The log-probability of each target given its source.
+
+        A pair is (source, target), or (source, target, features). For a language model, the source is a prompt and the
+        target its continuation. A pair that cannot be scored has a flag.
+        """
+        most = Options.of({"max_source": max_source}).max_source
+        examples = _pairs(pairs)
+        results: list[Scored] = []
+        sources: list[list[int]] = []
+        targets: list[list[int]] = []
+        for text, target_text, features in examples:
+            source = self._encode(text, features)
+            target = [*self.codec.target.encode(target_text), self.codec.eos]
+            flags = self._pair_flags(features, len(source), len(target) - 1, most)
+            if flags:
+                results.append(Scored(math.nan, (), (), flags))
+            elif not text.strip() and len(target) == 1 and not self.continues:
+                results.append(Scored(0.0, (), ()))
+            else:
+                unknown = self.codec.unknown_tokens(text, features, source, target_text, target)
+                results.append(
+                    Scored(math.inf, tuple(map(self.codec.target_piece, target)), (), unknown_flags(unknown))
+                )
+                sources.append(source)
+                targets.append(target)
+        scores = iter(self._core.score(sources, targets))
+        for i, scored in enumerate(results):
+            if scored.score == math.inf:
+                row = tuple(next(scores))
+                results[i] = replace(scored, score=sum(row), token_scores=row)
+        return results
+
+    def _pair_flags(self, features: str | None, source: int, target: int, most: int) -> dict[str, str]:
+        """Flags of a pair that cannot be scored, from its lengths; the end token of the target is not counted."""
+        if problem := self.codec.features_problem(features):
+            return {"error": problem}
+        if self.continues:  # source and target share the positions
+            whole = too_long("text", source + target, self._max_target, source + target)
+            return (
+                whole
+                or too_long("source", source, self._max_target, most)
+                or too_long("target", target, UNBOUNDED, most)
+            )
+        longest = too_long("source", source - 1, self._max_source, most)
+        return longest or too_long("target", target, self._max_target, most)
+
+    def _check(self, options: Options) -> list[int]:
+        """Refuse options that no input can satisfy -> the ids of the prefix."""
+        if options.alignment and self.continues:
+            raise NativeError("alignment: a language model has no source to align with; leave it out")
+        if options.alignment:
+            self._heads(options)
+        most = self._max_target - self.continues
+        if options.min_length > most:
+            length = plural(options.min_length, "token")
+            raise NativeError(f"min_length: {length} do not fit: the model has learned positions for {most}")
+        text = options.prefix
+        if not text:
+            return []
+        target = self.codec.target
+        prefix = target.encode(text)
+        if target.has_unknown(prefix):
+            raise NativeError(
+                f"prefix {text!r:.100}: {target.unknown_tokens(text)[0]!r:.100} is not in the target vocabulary"
+            )
+        limit = min(most, options.max_length or most)
+        if len(prefix) > limit:
+            raise NativeError(_prefix_too_long(text, len(prefix), limit))
+        size = options.no_repeat_ngram
+        grams = [tuple(prefix[i : i + size]) for i in range(len(prefix) - size + 1)] if size else []
+        if len(set(grams)) < len(grams):
+            twice = next(gram for i, gram in enumerate(grams) if gram in grams[:i])
+            repeated = f"{self.codec.decode_target(twice)!r:.100} occurs twice in it"
+            raise NativeError(f"prefix {text!r:.100}: {repeated}, which no_repeat_ngram rules out")
+        return prefix
 
     def _encode(self, text: str, features: str | None) -> list[int]:
         if self.continues:
             return [*self.codec.before, *self.codec.target.encode(text)] or [self._start]
         return self.codec.encode_source(text, features)
 
-    def _limit(self, source: int, max_length: int | None, min_length: int) -> int:
-        positions = self._positions - 1
-        if self.continues:
-            default = CONTINUATION_LENGTH
-            positions = self._positions - source
-        else:
-            default = LENGTH_RATIO * (source - 1) + LENGTH_EXTRA
-        return min(positions, max(default, min_length) if max_length is None else max_length)
-
-    def _problem(self, text: str, features: str | None, source: Sequence[int], limit: int) -> dict[str, str]:
-        if not (text.strip() or self.continues):
+    def _prepare(
+        self, index: int, text: str, features: str | None, prefix: Sequence[int], options: Options
+    ) -> Job | dict[str, str]:
+        """An input to decode, or why it cannot be decoded, as flags."""
+        if len(text) > MAX_CHARACTERS:
+            return {"too_long": f"the source has {len(text)} characters"}
+        if not (self.continues or text.strip()):
             return {"empty": "the source is empty"}
-        if (features is not None) != self.codec.takes_features:
-            needs = (
-                "is required" if self.codec.takes_features else "not for this run, which was trained without features"
-            )
-            return {"error": f"features: {needs}"}
-        if len(source) > min(MAX_SOURCE, self._positions):
-            return {"too_long": f"the source has {len(source)} tokens, more than {min(MAX_SOURCE, self._positions)}"}
-        return {} if limit >= 0 else {"too_long": "no position of the model is left for the output"}
+        if problem := self.codec.features_problem(features):
+            return {"error": problem}
+        source = self._encode(text, features)
+        length = len(source) - (not self.continues)
+        if flags := too_long("source", length, self._max_source, options.max_source):
+            return flags
+        minimum, limit = self._lengths(length, options)
+        if minimum > limit:
+            bound = f"{limit} (max_length, max_ratio, or the model's learned positions)"
+            least = plural(minimum, "token")
+            return {"unsatisfied": f"min_length, min_ratio: the minimum of {least} is above the limit of {bound}"}
+        if len(prefix) > limit:
+            return {"unsatisfied": _prefix_too_long(options.prefix, len(prefix), limit)}
+        return Job(index, source, limit, minimum, self.codec.unknown_tokens(text, features, source))
 
-    def _hypothesis(self, source: Sequence[int], limit: int, item: Decoded) -> Hypothesis:
-        target = self.codec.target
-        if self.continues:
-            prompt = target.decode(source)
-            whole = target.decode([*source, *item.ids])
-            text = whole.removeprefix(prompt) if whole.startswith(prompt) else target.decode(item.ids)
-        else:
-            text = target.decode(item.ids)
-        flags = {"max_length": f"ended at the limit of {limit} tokens"} if item.limited else {}
-        pieces = tuple(map(target.piece, item.ids))
-        return Hypothesis(text, sum(item.token_scores), pieces, tuple(item.token_scores), tuple(item.ids), flags)
+    def _lengths(self, source: int, options: Options) -> tuple[int, int]:
+        """The minimum and maximum number of output tokens for a source of this length."""
+        minimum = max(options.min_length, math.ceil(options.min_ratio * source))
+        limits = [self._max_target - source if self.continues else self._max_target]
+        if options.max_length is not None:
+            limits.append(options.max_length)
+        if options.max_ratio is not None:
+            limits.append(max(1, math.ceil(options.max_ratio * source)))
+        if len(limits) == 1:  # the default limit, raised to the minimum if necessary
+            usual = self._usual_length
+            default = CONTINUATION_LENGTH if self.continues else LENGTH_RATIO * source + LENGTH_EXTRA
+            if usual is not None:
+                default = usual if self.continues else min(usual, default)
+            limits.append(max(default, minimum))
+        return minimum, min(limits)
+
+    def _search(self, jobs: Sequence[Job], prefix: Sequence[int], options: Options) -> list[list[Decoded]]:
+        """The outputs of every job; samples in the order drawn."""
+        count = options.nbest if options.sample else 1
+        noise = _noise(jobs, count, options) if options.sample and jobs else None
+        repeated = [job for job in jobs for _ in range(count)] if count > 1 else jobs
+        rows = self._core.search(
+            [job.source for job in repeated],
+            [job.limit for job in repeated],
+            minimums=[job.minimum for job in repeated],
+            prefixes=[prefix] * len(repeated) if prefix else None,
+            beam=options.beam,
+            keep=1 if options.sample else options.nbest,
+            length_penalty=options.length_penalty,
+            exact=options.exact,
+            open_end=self.continues,
+            blocked=self._blocked_and_unk if not options.unknown else self._blocked,
+            after_prefix=self.codec.target.combining if prefix else (),
+            no_repeat=options.no_repeat_ngram,
+            repetition_penalty=options.repetition_penalty,
+            noise=noise,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+        )
+        if count == 1:
+            return rows
+        return [[item for row in rows[i : i + count] for item in row] for i in range(0, len(rows), count)]
+
+    @cached_property
+    def _blocked(self) -> list[int]:
+        """Ids excluded from outputs: special tokens except the end and the unknown token; ids without a token."""
+        ids = self._ids
+        vocab = self._model["target_vocab"]
+        excluded = {ids["pad"], ids["sos"], ids.get("mask"), *self._suppressed, *range(self.codec.target.size, vocab)}
+        return sorted(index for index in excluded - {ids["eos"]} if index is not None and 0 <= index < vocab)
+
+    @cached_property
+    def _blocked_and_unk(self) -> list[int]:
+        return sorted({*self._blocked, self._ids["unk"]} - {self._ids["eos"]})
+
+    def _hypothesis(self, job: Job, item: Decoded, options: Options) -> Hypothesis:
+        ids = item.ids
+        eos = self.codec.eos
+        flags = unknown_flags(job.unknown)
+        length = 0 if self.continues else len(job.source) - 1  # 0: no expectation about the length
+        flags |= output_flags(ids[:-1] if ids[-1:] == [eos] else ids, length, item.token_scores, self._limits)
+        if item.limited:
+            flags["max_length"] = f"ended at the limit of {plural(job.limit, 'token')}"
+        score = sum(item.token_scores)
+        normalized = score / max(1, len(ids)) ** options.length_penalty
+        pieces = tuple(map(self.codec.target_piece, ids))
+        text = self._text(job.source, ids)
+        return Hypothesis(text, score, pieces, tuple(item.token_scores), normalized, tuple(ids), flags=flags)
+
+    def _text(self, source: Sequence[int], ids: Sequence[int]) -> str:
+        """The text of an output. The text of a continuation includes the space between prompt and continuation."""
+        decode = self.codec.decode_target
+        if not self.continues:
+            return decode(ids)
+        prompt = decode(source)
+        text = decode([*source, *ids])
+        return text.removeprefix(prompt) if text.startswith(prompt) else decode(ids)
+
+    def _resegmented(self, hypothesis: Hypothesis) -> bool:
+        ids = (*self.codec.target.encode(hypothesis.text), self.codec.eos)
+        return ids[: len(hypothesis.ids)] != hypothesis.ids
+
+    def _force(self, jobs: Sequence[Job], outputs: list[list[Hypothesis]], options: Options) -> None:
+        """Add alignments and top tokens to outputs."""
+        entries = [(job, rank) for job in jobs for rank, h in enumerate(outputs[job.index]) if h.ids]
+        forced = self._core.force(
+            [job.source for job, _ in entries],
+            [outputs[job.index][rank].ids for job, rank in entries],
+            top_tokens=min(options.top_tokens, self._model["target_vocab"]),
+            blocked=self._blocked if options.unknown else self._blocked_and_unk,
+            heads=self._heads(options) if options.alignment else (),
+        )
+        piece = self.codec.target_piece
+        for (job, rank), result in zip(entries, forced, strict=True):
+            hypothesis = outputs[job.index][rank]
+            if result.alignment is not None:
+                soft = result.alignment[:-1]
+                soft = soft / np.maximum(soft.sum(1, keepdims=True), 1e-9)  # with local attention the sum is below 1
+                source = tuple(map(self.codec.source_piece, job.source))
+                alignment = Alignment(soft, source, tuple(map(piece, hypothesis.ids[:-1])))
+                flags = {**hypothesis.flags, **attention_flags(alignment)}
+                hypothesis = replace(hypothesis, alignment=alignment, flags=flags)
+            tops = tuple(tuple((piece(token), score) for token, score in row) for row in result.top_tokens)
+            outputs[job.index][rank] = replace(hypothesis, top_tokens=tops)
+
+    def _heads(self, options: Options) -> list[tuple[int, int]]:
+        """The alignment heads: those of the options, of the run, or all heads of the second to last layer."""
+        decoder = self._model["decoder"]
+        counts = {decoder["layers"] - 1: 1}  # of a recurrent decoder
+        if decoder["mixer"] == "attention":
+            kept = decoder["kept_cross_heads"] or [range(decoder["heads"])] * decoder["layers"]
+            counts = {layer: len(heads) for layer, heads in enumerate(kept) if len(heads)}
+        heads = [*options.alignment_heads]
+        if not heads and (self.path / HEADS).is_file():
+            heads = [(int(layer), int(head)) for layer, head in read_json(self.path / HEADS)["heads"]]
+        if not heads:
+            layer = sorted(counts)[-2:][0]
+            return [(layer, head) for head in range(counts[layer])]
+        for layer, head in heads:
+            if not 0 <= head < counts.get(layer, 0):
+                layers = ", ".join(f"{i + 1}: {plural(count, 'head')}" for i, count in sorted(counts.items()))
+                advice = f"(layers with cross-attention, counted from 1: {layers})"
+                raise NativeError(f"alignment_heads: there is no layer {layer + 1} with a head {head + 1} {advice}")
+        return heads
 
 
 def load(path: str | Path, *, precision: str = "fp32", kernels: str | None = None) -> Run:
@@ -164,6 +356,74 @@ def load(path: str | Path, *, precision: str = "fp32", kernels: str | None = Non
         raise NativeError(f"{path}: its {CONFIG} is not that of a run: {error!r:.200}") from None
 
 
+def _examples(inputs: Iterable[Input]) -> list[tuple[str, str | None]]:
+    """Inputs as texts with features."""
+    advice = 'takes a list of texts, such as ["hello"], or of texts with their features, such as [("hello", "N;PL")]'
+    if isinstance(inputs, str | bytes) or not isinstance(inputs, Iterable):
+        raise NativeError(f"generate: {advice}, not {inputs!r:.80}")
+    examples: list[tuple[str, str | None]] = []
+    for item in inputs:
+        match item:
+            case str():
+                examples.append((item, None))
+            case (str() as text, str() as features):
+                examples.append((text, features))
+            case _:
+                raise NativeError(f"generate: {advice}; item {len(examples)} is {item!r:.80}")
+    return examples
+
+
+def _pairs(pairs: Iterable[Pair]) -> list[tuple[str, str, str | None]]:
+    advice = 'takes a list of pairs, such as [("hello", "HH AH L OW")]'
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise NativeError(f"score: {advice}, not {pairs!r:.80}")
+    examples: list[tuple[str, str, str | None]] = []
+    for item in pairs:
+        match item:
+            case (str() as source, str() as target):
+                examples.append((source, target, None))
+            case (str() as source, str() as target, str() | None as features):
+                examples.append((source, target, features))
+            case _:
+                raise NativeError(f"score: {advice}; item {len(examples)} is {item!r:.80}")
+    return examples
+
+
+def _prefix_too_long(text: str, length: int, limit: int) -> str:
+    return f"prefix {text!r:.100}: its {plural(length, 'token')} exceed the output limit of {limit} (max_length)"
+
+
+def _noise(jobs: Sequence[Job], count: int, options: Options) -> np.ndarray:
+    """Random numbers for samples, which depend on the seed, the source and the number of the sample."""
+    noise = np.zeros((len(jobs) * count, max(job.limit for job in jobs) + 1))
+    for row in range(len(noise)):
+        job = jobs[row // count]
+        key = zlib.crc32(np.asarray(job.source, dtype=np.int64).tobytes())
+        rng = np.random.default_rng((options.seed, key, row % count))
+        noise[row, : job.limit + 1] = rng.random(job.limit + 1)
+    return np.minimum(noise.astype(np.float32), np.float32(1 - 2**-24))
+
+
+def _positions(stack: dict[str, Any] | None) -> int:
+    """The rows of the position table of a stack."""
+    if stack is None or stack["position"] != "learned" or stack["mixer"] in ("gru", "lstm"):
+        return UNBOUNDED
+    return int(stack["max_length"])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a run."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise NativeError(f"{path}: has more than {MAX_FILE_BYTES // 2**20} MB")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise NativeError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise NativeError(f"{path}: is not a JSON object")
+    return value
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The config.json of a run whose files lie inside its directory."""
     if not path.is_dir():
@@ -174,22 +434,15 @@ def read_config(path: Path) -> dict[str, Any]:
         if file.is_symlink() and not file.resolve().is_relative_to(home):
             raise NativeError(f"{file}: points out of its directory; only files inside the directory are read")
     file = path / CONFIG
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise NativeError(f"{file}: has more than {MAX_FILE_BYTES // 2**20} MB")
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if config["format"] != 1:
-            raise NativeError(f"{file}: format {config['format']!r} is not 1, the one this version reads")
-        for key in ("model", "text"):
-            if not isinstance(config[key], dict):
-                raise KeyError(key)
-    except FileNotFoundError:
-        raise NativeError(f"{path}: not a run directory: it has no {CONFIG}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise NativeError(f"{file}: not readable as JSON: {error}") from None
-    except (KeyError, TypeError) as error:
-        raise NativeError(f"{file}: not the config of a run: {error} is missing") from None
-    return dict(config)
+    if not file.exists():
+        raise NativeError(f"{path}: not a run directory: it has no {CONFIG}")
+    config = read_json(file)
+    if config.get("format") != 1:
+        raise NativeError(f"{file}: format {config.get('format')!r:.20} is not 1, the one this version reads")
+    for key in ("model", "text"):
+        if not isinstance(config.get(key), dict):
+            raise NativeError(f"{file}: not the config of a run: {key!r} is missing")
+    return config
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:

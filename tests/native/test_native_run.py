@@ -7,38 +7,91 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
 import regard
-from kit.models import family
+from kit.models import LITTLE, family, letters
+from regard.decode.alignment import save_heads
+from regard.decode.request import Options as ReferenceOptions
+from regard.errors import UserError
+from regard.model import Model
+from regard.presets import preset
+from regard.run import Run as RegardRun
 from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
 
-regard_native = pytest.importorskip("regard_native")
+pytest.importorskip("regard_native")
 
-from regard_native.text import Codec as NativeCodec  # noqa: E402
+import regard_native
+from regard_native.options import ELSEWHERE
 
-TEXTS = ["abc", "cabba ab", "ab ba", "d", "x?", " a", "ａé 中"]
 TOLERANCE = 1e-4
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"beam": 4, "nbest": 3, "exact": True, "alignment": True, "top_tokens": 3},
+    {"beam": 3, "nbest": 2, "length_penalty": 0.6, "min_length": 3, "max_length": 5},
+    {"prefix": "AH", "top_tokens": 200, "repetition_penalty": 1.5, "max_ratio": 1.5},
+    {"sample": True, "nbest": 3, "temperature": 1.3, "top_k": 9, "seed": 7, "alignment": True},
+    {"sample": True, "top_p": 0.8, "min_p": 0.05, "unknown": True, "min_ratio": 2.0},
+    {"no_repeat_ngram": 2, "max_source": 6, "max_length": 9, "min_length": 2},
+]
 
 
-def same(ours: list[list[regard_native.Hypothesis]], theirs: list[list[object]]) -> None:
+def same(ours: list[list[regard_native.Hypothesis]], theirs: Any) -> None:
+    assert len(ours) == len(theirs)
     for row, reference in zip(ours, theirs, strict=True):
-        assert [h.text for h in row] == [h.text for h in reference]
-        assert [h.tokens for h in row] == [h.tokens for h in reference]
         for hypothesis, other in zip(row, reference, strict=True):
-            assert hypothesis.score == pytest.approx(other.score, abs=TOLERANCE)
-            assert hypothesis.token_scores == pytest.approx(other.token_scores, abs=TOLERANCE)
+            for name in ("text", "tokens", "ids", "flags"):
+                assert getattr(hypothesis, name) == getattr(other, name)
+            close(hypothesis.as_dict(), other.as_dict())
 
 
-@pytest.mark.parametrize("settings", [{}, {"beam": 4, "nbest": 3}, {"beam": 3, "nbest": 2, "length_penalty": 0.6}])
+def close(ours: Any, theirs: Any) -> None:
+    """Equal JSON, numbers within the tolerance."""
+    if isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, abs=2 * TOLERANCE)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for key, value in theirs.items():
+            close(ours[key], value)
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            close(mine, other)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_outputs_of_a_trained_run_equal_those_of_regard(toy, settings):
     words = [line.partition("\t")[0] for line in (toy / "test.tsv").read_text().splitlines()]
+    words += ["", "  ", "ab?c", "abcdefabcdef" * 3, "é"]
     expected = regard.load(toy / "run").generate(words, **settings)
     same(regard_native.load(toy / "run").generate(words, **settings), expected)
+
+
+@pytest.mark.parametrize("name", ["transformer-tiny", "rnn-bahdanau", "rnn-luong"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_outputs_of_untrained_runs_equal_those_of_regard(name, settings, tmp_path):
+    letters(name).save(tmp_path)
+    settings = {**settings, "max_length": 9}
+    if "prefix" in settings:
+        settings = {**settings, "prefix": "ab"}
+    texts = ["abc", "cabba", "dab", "ab?", "", "bcdabcdabc" * 3]
+    same(regard_native.load(tmp_path).generate(texts, **settings), regard.load(tmp_path).generate(texts, **settings))
+
+
+def test_alignment_heads_are_those_of_the_options_then_of_the_run(tmp_path):
+    letters().save(tmp_path)
+    for settings in ({"alignment_heads": [(1, 2), (0, 0)]}, {}):
+        settings = {"alignment": True, "max_length": 9, **settings}
+        expected = regard.load(tmp_path).generate(["abc", "dab"], **settings)
+        same(regard_native.load(tmp_path).generate(["abc", "dab"], **settings), expected)
+        save_heads(tmp_path, [(0, 1)])
 
 
 def test_language_model_continues_a_prompt_as_regard_does(tmp_path):
@@ -46,31 +99,77 @@ def test_language_model_continues_a_prompt_as_regard_does(tmp_path):
         run = family(kind)
         run.save(tmp_path / kind)
         prompts = ["abc", "", "ab ba"]
-        expected = regard.load(tmp_path / kind).generate(prompts, beam=2, nbest=2, max_length=12)
-        same(regard_native.load(tmp_path / kind).generate(prompts, beam=2, nbest=2, max_length=12), expected)
+        for settings in (
+            {"beam": 2, "nbest": 2, "max_length": 12},
+            {"sample": True, "nbest": 3, "top_tokens": 2},
+            {"prefix": "ab", "beam": 2, "max_ratio": 3.0, "min_length": 4},
+        ):
+            expected = regard.load(tmp_path / kind).generate(prompts, **settings)
+            same(regard_native.load(tmp_path / kind).generate(prompts, **settings), expected)
 
 
-@pytest.mark.parametrize("scheme", ["char", "nfd", "space", "word", "byte", "bpe:300", "unigram:300"])
-@given(texts=st.lists(st.text(max_size=30), max_size=4))
-def test_ids_and_texts_equal_those_of_regard(scheme, texts, tmp_path_factory):
-    directory = tmp_path_factory.getbasetemp() / f"codec-{scheme.replace(':', '-')}"
-    if not directory.exists():
-        directory.mkdir()
-        source, target = Tokenizer.train(scheme, ["abc cab é", "aé 中 ab"]), Tokenizer.train("char", ["abc"])
-        Codec(source, target, ("N", "PL"), ("source", "features", "target")).save(directory)
-    config = {
-        "source_tokens": scheme, "target_tokens": "char", "shared": False, "features": ("N", "PL"), "frame": "end",
-        "columns": ("source", "features", "target"), "feature_separator": ";", "ids": None,
-    }  # fmt: skip
-    native = NativeCodec(directory, config)
-    source, target = (Tokenizer.load(directory / f"{side}.tokenizer.json") for side in ("source", "target"))
-    codec = Codec(source, target, ("N", "PL"), ("source", "features", "target"))
-    for text in texts:
-        ids = codec.encode_source([Example(text, features="N;x; PL")])[0]
-        assert native.encode_source(text, "N;x; PL") == ids
-        own = source.encode([text])[0]
-        assert native.source.decode(own) == source.decode(own)
-        assert [native.source.piece(index) for index in own] == source.pieces(own)
+def test_features_are_read_as_in_regard(tmp_path):
+    tokenizer = Tokenizer.train("nfd", ["abc é", "bcd"])
+    codec = Codec(tokenizer, tokenizer, ("N", "PL"), ("source", "features", "target"))
+    config = preset("transformer-tiny", codec.source_vocab, changes={"encoder": LITTLE, "decoder": LITTLE})
+    RegardRun(config, codec, Model(config).eval(), tmp_path).save(tmp_path)
+    run, reference = regard_native.load(tmp_path), regard.load(tmp_path)
+    inputs = [("abc", "N;PL"), ("é", "x"), ("abc", ""), ("", "N")]
+    examples = [Example(text, features=features) for text, features in inputs]
+    for settings in ({"alignment": True, "top_tokens": 2}, {"prefix": "e", "beam": 3, "nbest": 3}):
+        settings = {**settings, "max_length": 9}
+        same(run.generate(inputs, **settings), reference.generate(examples, **settings))
+    same(run.generate(["abc"]), reference.generate(["abc"]))
+    pairs = [("abc", "bcd", "N"), ("é", "é?", "N;y")]
+    for ours, theirs in zip(run.score(pairs), reference.score([Example(s, t, f) for s, t, f in pairs]), strict=True):
+        close(ours.as_dict(), theirs.as_dict())
+
+
+def test_scores_equal_those_of_regard(toy, tmp_path):
+    pairs = [("abc", "AH B K"), ("abc", "AH B"), ("", ""), ("", "AH"), ("a?", "AH x"), ("abcdef" * 20, "K")]
+    family("lm").save(tmp_path)
+    continuations = [("ab", "c"), ("", "abc ab"), ("a" * 600, "b"), ("a", "b" * 2000)]
+    for path, examples in ((toy / "run", pairs), (tmp_path, continuations)):
+        expected = regard.load(path).score(examples, max_source=100)
+        for ours, theirs in zip(regard_native.load(path).score(examples, max_source=100), expected, strict=True):
+            close(ours.as_dict(), theirs.as_dict())
+
+
+def test_every_position_of_a_language_model_can_be_scored(tmp_path):
+    run = family("lm")
+    run.save(tmp_path)
+    positions = run.config.top.max_positions
+    for length in (positions - 1, positions, positions + 1):
+        pair = ("ab", "c" * (length - 2))
+        [ours], [theirs] = regard_native.load(tmp_path).score([pair]), regard.load(tmp_path).score([pair])
+        close(ours.as_dict(), theirs.as_dict())
+
+
+def test_options_are_those_of_regard():
+    ours = {each.name: each for each in fields(regard_native.Options)}
+    assert {*ours, *ELSEWHERE} == set(ReferenceOptions.model_fields)
+    for name, each in ours.items():
+        field = ReferenceOptions.model_fields[name]
+        assert each.default == field.default
+        assert field.description.startswith(each.metadata["help"].removesuffix("needs --json.").removesuffix("."))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beam": 0}, {"beam": True}, {"beam": "x"}, {"beam": 2.0}, {"nbest": 2}, {"beam": 2, "nbest": 3},
+        {"top_p": 1.5}, {"sample": True, "beam": 2}, {"temperature": 0.5}, {"exact": True}, {"prefix": 3},
+        {"sample": True, "temperature": 0}, {"length_penalty": float("nan")}, {"min_length": 9, "max_length": 3},
+        {"min_ratio": 2.0, "max_ratio": 1.0}, {"alignment_heads": [(0, 0)]}, {"beam_size": 3}, {"max_length": 0},
+        {"alignment": True, "alignment_heads": [(7, 0)]}, {"alignment": True, "alignment_heads": [(0,)]},
+        {"prefix": "AH ?"}, {"prefix": "AH AH AH", "no_repeat_ngram": 1}, {"prefix": "AH AH AH", "max_length": 2},
+    ],
+)  # fmt: skip
+def test_options_that_regard_refuses_are_refused(toy, settings):
+    with pytest.raises(UserError):
+        regard.load(toy / "run").generate(["abc"], **settings)
+    with pytest.raises(regard_native.NativeError, match=list(settings)[-1].replace("beam_size", "did you mean 'beam'")):
+        regard_native.load(toy / "run").generate(["abc"], **settings)
 
 
 def test_command_needs_no_torch(toy):
