@@ -99,8 +99,9 @@ def _add_arguments(parser: argparse.ArgumentParser, file: str, text: str, option
             continue
         if "(default:" not in words and each.default not in ("", (), None):
             words = f"{words} (default: {each.default})"
+        types: dict[str, Any] = {"int": int, "float": float, "str": str, HEADS: _heads}
         parser.add_argument(
-            _flag(each.name), type={"int": int, "float": float, "str": str, HEADS: _heads}[kind],
+            _flag(each.name), type=types[kind],
             default=argparse.SUPPRESS, help=words, metavar=each.metadata["metavar"] or kind.upper(),
         )  # fmt: skip
     parser.add_argument("--precision", default="fp32", help="fp32 (default), or int8: faster, less exact.")
@@ -178,17 +179,21 @@ def _generate(arguments: argparse.Namespace) -> Iterator[list[str]]:
         rows = iter(run.generate(good, **given))
         shown: list[str] = []
         for line, example in zip(batch, examples, strict=True):
-            bad = isinstance(example, Line)
-            error = f"{_shown(arguments.file)}:{line.number}: {example.error}" if bad else ""
-            row = [Hypothesis("", 0.0, (), (), flags={"error": example.error})] if bad else next(rows)
-            source = line.text if bad or isinstance(example, str) else example[0]
+            if isinstance(example, Line):
+                row = [Hypothesis("", 0.0, (), (), flags={"error": example.error})]
+                source = line.text
+            else:
+                row = next(rows)
+                source = example if isinstance(example, str) else example[0]
             unknown += "unknown" in row[0].flags
             for name in REPORTED:
                 if name in row[0].flags:
                     _tell(f"{_shown(arguments.file)}:{line.number}: {row[0].flags[name]}")
             if arguments.json:
-                answer: dict[str, Any] = {"source": source, "hypotheses": [h.as_dict() for h in row]}
-                shown.append(json.dumps({**answer, "error": error} if error else answer, ensure_ascii=False))
+                answer = {"source": source, "hypotheses": [h.as_dict() for h in row]}
+                if isinstance(example, Line):
+                    answer["error"] = f"{_shown(arguments.file)}:{line.number}: {example.error}"
+                shown.append(json.dumps(answer, ensure_ascii=False))
             elif options.nbest > 1:
                 shown += (f"{line.number}\t{h.score:.4f}\t{_one_line(h.text)}{_links(h)}" for h in row)
             else:

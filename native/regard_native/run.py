@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from regard_native.config import model_config
 from regard_native.core import Core, Decoded, NativeError
 from regard_native.hypothesis import (
     Alignment,
@@ -45,7 +46,7 @@ Pair = tuple[str, str] | tuple[str, str, str]  # source and target, or source, t
 class Job(NamedTuple):
     """An input to decode."""
 
-    index: int
+    row: int  # of the outputs
     source: list[int]
     limit: int
     minimum: int
@@ -58,7 +59,7 @@ class Run:
     def __init__(self, path: Path, int8: bool = False, kernels: str | None = None) -> None:
         self.path = path
         config = read_config(path)
-        model = config["model"]
+        model = model_config(config["model"])
         self._model = model
         self.continues = model["encoder"] is None
         self.codec = Codec(path, config["text"])
@@ -100,10 +101,10 @@ class Run:
                 outputs[index] = [Hypothesis("", 0.0, (), (), flags=job)]
         jobs.sort(key=lambda job: -len(job.source))  # sources of similar length are encoded together
         for job, rows in zip(jobs, self._search(jobs, prefix, options), strict=True):
-            outputs[job.index] = [self._hypothesis(job, item, options) for item in rows]
+            outputs[job.row] = [self._hypothesis(job, item, options) for item in rows]
             if not rows:
                 reason = "the search found no output that satisfies the constraints"
-                outputs[job.index] = [Hypothesis("", 0.0, (), (), flags={"unsatisfied": reason})]
+                outputs[job.row] = [Hypothesis("", 0.0, (), (), flags={"unsatisfied": reason})]
         if options.alignment or options.top_tokens:
             self._force(jobs, outputs, options)
         for row in outputs:
@@ -236,32 +237,27 @@ class Run:
 
     def _search(self, jobs: Sequence[Job], prefix: Sequence[int], options: Options) -> list[list[Decoded]]:
         """The outputs of every job; samples in the order drawn."""
-        count = options.nbest if options.sample else 1
-        noise = _noise(jobs, count, options) if options.sample and jobs else None
-        repeated = [job for job in jobs for _ in range(count)] if count > 1 else jobs
-        rows = self._core.search(
-            [job.source for job in repeated],
-            [job.limit for job in repeated],
-            minimums=[job.minimum for job in repeated],
-            prefixes=[prefix] * len(repeated) if prefix else None,
+        count = len(jobs)
+        return self._core.search(
+            [job.source for job in jobs],
+            [job.limit for job in jobs],
+            minimums=[job.minimum for job in jobs],
+            prefixes=[prefix] * count if prefix else None,
+            after_prefix=[self.codec.target.combining] * count if prefix else None,
+            open_end=self.continues,
             beam=options.beam,
-            keep=1 if options.sample else options.nbest,
+            keep=options.nbest,
             length_penalty=options.length_penalty,
             exact=options.exact,
-            open_end=self.continues,
-            blocked=self._blocked_and_unk if not options.unknown else self._blocked,
-            after_prefix=self.codec.target.combining if prefix else (),
+            blocked=self._blocked if options.unknown else self._blocked_and_unk,
             no_repeat=options.no_repeat_ngram,
             repetition_penalty=options.repetition_penalty,
-            noise=noise,
+            noise=_noise(jobs, options) if options.sample and jobs else None,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
             min_p=options.min_p,
         )
-        if count == 1:
-            return rows
-        return [[item for row in rows[i : i + count] for item in row] for i in range(0, len(rows), count)]
 
     @cached_property
     def _blocked(self) -> list[int]:
@@ -304,17 +300,17 @@ class Run:
 
     def _force(self, jobs: Sequence[Job], outputs: list[list[Hypothesis]], options: Options) -> None:
         """Add alignments and top tokens to outputs."""
-        entries = [(job, rank) for job in jobs for rank, h in enumerate(outputs[job.index]) if h.ids]
+        entries = [(job, rank) for job in jobs for rank, h in enumerate(outputs[job.row]) if h.ids]
         forced = self._core.force(
             [job.source for job, _ in entries],
-            [outputs[job.index][rank].ids for job, rank in entries],
+            [outputs[job.row][rank].ids for job, rank in entries],
             top_tokens=min(options.top_tokens, self._model["target_vocab"]),
             blocked=self._blocked if options.unknown else self._blocked_and_unk,
             heads=self._heads(options) if options.alignment else (),
         )
         piece = self.codec.target_piece
         for (job, rank), result in zip(entries, forced, strict=True):
-            hypothesis = outputs[job.index][rank]
+            hypothesis = outputs[job.row][rank]
             if result.alignment is not None:
                 soft = result.alignment[:-1]
                 soft = soft / np.maximum(soft.sum(1, keepdims=True), 1e-9)  # with local attention the sum is below 1
@@ -323,7 +319,7 @@ class Run:
                 flags = {**hypothesis.flags, **attention_flags(alignment)}
                 hypothesis = replace(hypothesis, alignment=alignment, flags=flags)
             tops = tuple(tuple((piece(token), score) for token, score in row) for row in result.top_tokens)
-            outputs[job.index][rank] = replace(hypothesis, top_tokens=tops)
+            outputs[job.row][rank] = replace(hypothesis, top_tokens=tops)
 
     def _heads(self, options: Options) -> list[tuple[int, int]]:
         """The alignment heads: those of the options, of the run, or all heads of the second to last layer."""
@@ -393,15 +389,14 @@ def _prefix_too_long(text: str, length: int, limit: int) -> str:
     return f"prefix {text!r:.100}: its {plural(length, 'token')} exceed the output limit of {limit} (max_length)"
 
 
-def _noise(jobs: Sequence[Job], count: int, options: Options) -> np.ndarray:
+def _noise(jobs: Sequence[Job], options: Options) -> np.ndarray:
     """Random numbers for samples, which depend on the seed, the source and the number of the sample."""
-    noise = np.zeros((len(jobs) * count, max(job.limit for job in jobs) + 1))
-    for row in range(len(noise)):
-        job = jobs[row // count]
+    noise = np.zeros((len(jobs), options.nbest, max(job.limit for job in jobs) + 1), np.float32)
+    for job, rows in zip(jobs, noise, strict=True):
         key = zlib.crc32(np.asarray(job.source, dtype=np.int64).tobytes())
-        rng = np.random.default_rng((options.seed, key, row % count))
-        noise[row, : job.limit + 1] = rng.random(job.limit + 1)
-    return np.minimum(noise.astype(np.float32), np.float32(1 - 2**-24))
+        for number, row in enumerate(rows):
+            row[: job.limit + 1] = np.random.default_rng((options.seed, key, number)).random(job.limit + 1)
+    return np.minimum(noise, np.float32(1 - 2**-24))
 
 
 def _positions(stack: dict[str, Any] | None) -> int:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -170,18 +167,6 @@ def test_options_that_regard_refuses_are_refused(toy, settings):
         regard.load(toy / "run").generate(["abc"], **settings)
     with pytest.raises(regard_native.NativeError, match=list(settings)[-1].replace("beam_size", "did you mean 'beam'")):
         regard_native.load(toy / "run").generate(["abc"], **settings)
-
-
-def test_command_needs_no_torch(toy):
-    program = "import sys; from regard_native.cli import main; assert main() == 0 and 'torch' not in sys.modules"
-    words = "abc\ncab\n"
-    result = subprocess.run(
-        [sys.executable, "-c", program, "generate", str(toy / "run"), "--beam", "3", "--json"],
-        input=words, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    ours = [json.loads(line) for line in result.stdout.splitlines()]
-    expected = regard.load(toy / "run").generate(words.split(), beam=3)
-    assert [row["hypotheses"][0]["text"] for row in ours] == [row[0].text for row in expected]
 
 
 def test_mistakes_are_one_sentence(tmp_path, toy):
