@@ -21,9 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the browser driver
 from kit import chromium
 from regard.data.reader import LineCounter, Source
-from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
+from regard.decode.torch_engine import TorchEngine
 from regard.inspect.live import PRECISIONS, page_input, write_live_page
 from regard.inspect.page import bundle
 from regard.run import Run

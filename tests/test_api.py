@@ -277,7 +277,7 @@ def test_columns_are_recognised_by_name(tmp_path):
 
 def test_bf16_falls_back_to_fp32_with_a_warning(toy, monkeypatch):
     run = regard.load(toy / "run")
-    expected = run.generate(["abc"])
+    expected = run.generate(["abc"], engine="torch")
     monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: "the test crashed with SIGILL")
     with pytest.warns(UserWarning, match="fp32 instead of bf16: the test crashed with SIGILL") as warnings:
         assert run.generate(["abc"], precision="bf16") == expected

@@ -13,8 +13,8 @@ import torch
 import regard
 from regard import config
 from regard.decode.encoder_only import Classification
-from regard.decode.forced import Scored
 from regard.decode.hypothesis import Alignment, Hypothesis
+from regard.decode.scoring import Scored
 from regard.evaluate.confusions import ConfusedExample, Confusion
 from regard.evaluate.evaluator import Evaluation, Outputs
 from regard.inspect.circuits import Attribution, Circuit

@@ -28,7 +28,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = {
     "errors": 0, "suggest": 0, "files": 0, "config": 0, "tasks": 0, "recipe": 0, "notebook": 0,
     "parallel": 1, "nn": 1, "text": 1, "metrics": 1, "batch": 1, "device": 1,
-    "model": 2, "presets": 2, "loss": 2, "data": 2, "cost": 2,
+    "model": 2, "weight_files": 2, "presets": 2, "loss": 2, "data": 2, "cost": 2,
     "run": 3,
     "decode": 4, "convert": 4,
     "inspect": 5, "evaluate": 5,

@@ -15,9 +15,10 @@ from kit.families import BOTH
 from regard.errors import UserError
 from regard.model import Model
 from regard.presets import preset
-from regard.run import Run, average, load_weights, read_config, save_weights, weights_of
+from regard.run import Run, average, read_config
 from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
+from regard.weight_files import load_weights, save_weights, weights_of
 
 TINY = {"width": 8, "layers": 1, "heads": 2, "ff": 8}
 
@@ -297,7 +298,7 @@ def test_interrupted_average_leaves_no_directory(tmp_path: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("regard.run.save_weights", interrupt)
+        patch.setattr("regard.weight_files.save_weights", interrupt)
         average([tmp_path / "a"], tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert average([tmp_path / "a"], tmp_path / "out").path == tmp_path / "out"

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from regard.decode.constraints import SearchInput
-from regard.decode.ctranslate2 import CTranslate2Engine, Scores
-from regard.decode.encoder_only import Classification, Embeddings, MaskFiller, classify, classify_images, embed
-from regard.decode.engine import Engine, TokenStream, TorchEngine, WorkerPool
-from regard.decode.forced import Pair, Scored, score
+from regard.decode import native
+from regard.decode.engine import Engine, Scores, TokenStream
 from regard.decode.hypothesis import Hypothesis, unknown_flags
-from regard.decode.request import EngineName, Input, Options
-from regard.device import usable_precision
+from regard.decode.request import EngineChoice, Input, Options
+from regard.decode.scoring import Pair, Scored, score_pairs
+from regard.decode.search_inputs import SearchInput
 from regard.errors import UserError, plural
-from regard.inspect.trace import Trace, trace_pair, trace_text
 from regard.parallel.cores import cores
 from regard.run import Run
 from regard.text.codec import Codec, Example
+
+if TYPE_CHECKING:  # these import torch, which the native engine does not need
+    from regard.decode.encoder_only import Classification, Embeddings
+    from regard.inspect.trace import Trace
 
 EMBED_TOKENS = 4096  # in a batch of texts to embed
 SMALL_MODEL = 20_000_000  # parameters
@@ -39,7 +39,7 @@ class Answerer:
     """Runs, options and an engine that answer inputs; several runs are an ensemble."""
 
     def __init__(self, runs: Sequence[Run], options: Options | None = None, engine: Engine | None = None) -> None:
-        """Without an engine, outputs are decoded with torch in this process; scores and labels need no engine."""
+        """Without an engine, one is opened in this process when outputs or scores are requested."""
         self.runs = runs
         self.run = runs[0]
         self.options = options or Options()
@@ -61,27 +61,33 @@ class Answerer:
     def stream(self, item: Input) -> TokenStream:
         """The output for one input, token by token."""
         engine = self.engine
-        if not isinstance(engine, TorchEngine):
+        if not engine.streams:
             raise UserError(f"stream: {self.run.path}, which is {self.run.task.model}, does not decode token by token")
         (prepared,) = engine.prepare([item])
         return TokenStream(engine, prepared)
 
     def score(self, pairs: Iterable[Pair]) -> Iterator[Scored]:
         """The log-probability of each target given its source."""
-        return score(self.runs, pairs, self.options)
+        return score_pairs(self.runs, pairs, self.options, lambda *rows: self.engine.force(*rows))
 
     def classify(self, inputs: Sequence[str | Example] | NDArray[Any]) -> list[Classification]:
         """The labels of texts or images."""
+        from regard.decode.encoder_only import classify, classify_images
+
         if isinstance(inputs, np.ndarray):
             return classify_images(self.run, inputs)
         return classify(self.run, inputs, self.options.batch_tokens, self.options.max_source)
 
     def embed(self, texts: Sequence[str], average_windows: bool = False, normalize: bool = True) -> Embeddings:
         """A vector for each text."""
+        from regard.decode.encoder_only import embed
+
         return embed(self.run, texts, self.options.batch_tokens, average_windows, normalize)
 
     def trace(self, example: Example, target: str | None = None, beam: int = 5, more: int = 0) -> Trace:
         """All attention maps of an example, with `target` or the run's best output."""
+        from regard.inspect.trace import trace_pair, trace_text
+
         if problem := self.run.codec.features_problem(example):
             raise UserError(problem)
         if not self.run.task.seq2seq:
@@ -96,22 +102,58 @@ class Answerer:
             self._engine.close()
 
 
-def usable_options(options: Options, device: torch.device, report: Callable[[str], None]) -> Options:
-    """The options with a precision that works on the device."""
+def usable_options(options: Options, run: Run, report: Callable[[str], None]) -> Options:
+    """The options with a precision that works on the device of a run."""
     if options.precision != "bf16":
         return options
-    return options.model_copy(update={"precision": usable_precision("bf16", device, report)})
+    from regard.device import usable_precision
+
+    return options.model_copy(update={"precision": usable_precision("bf16", run.model.device, report)})
+
+
+def load_models(runs: Sequence[Run], threads: int | None = None) -> None:
+    """Load the weights of runs and set the number of threads of torch; small models are fastest with one."""
+    import torch
+
+    default_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # starting threads takes longer than copying the weights
+    for run in runs:
+        run.load_model()
+    if threads is not None or not is_small(runs):
+        torch.set_num_threads(threads or default_threads)
 
 
 def open_engine(
     runs: Sequence[Run],
     options: Options,
-    engine: EngineName = "torch",
+    engine: EngineChoice = "auto",
     scores: Scores = "tokens",
     workers: int | None = None,
     threads: int | None = None,
 ) -> Engine:
-    """The engine for a run or an ensemble; without `workers` as many processes as pay off."""
+    """The engine for a run or an ensemble; without `workers` as many as pay off. `auto` prefers the native engine."""
+    if engine == "native" or (engine == "auto" and not native.problem(runs, options)):
+        return native.NativeEngine(runs, options, workers or threads, fallback=engine == "auto")
+    return _open_torch(runs, options, engine, scores, workers, threads)
+
+
+def _open_torch(
+    runs: Sequence[Run],
+    options: Options,
+    engine: EngineChoice,
+    scores: Scores,
+    workers: int | None,
+    threads: int | None,
+) -> Engine:
+    """An engine that needs torch; without `workers` as many processes as pay off."""
+    import torch
+
+    from regard.decode.ctranslate2 import CTranslate2Engine
+    from regard.decode.encoder_only import MaskFiller
+    from regard.decode.torch_engine import TorchEngine, WorkerPool
+
+    if any(not run.loaded for run in runs):
+        load_models(runs, threads)
     if "embed" in runs[0].task.answers:
         return MaskFiller(runs, options)
     if engine == "ctranslate2":
@@ -132,7 +174,7 @@ def open_engine(
 
 def is_small(runs: Iterable[Run]) -> bool:
     """Whether the models are so small that threads wait longer than they compute."""
-    return sum(run.model.size for run in runs) < SMALL_MODEL
+    return sum(run.weights.size for run in runs) < SMALL_MODEL
 
 
 def generation_json(source: str, hypotheses: Sequence[Hypothesis], details: Mapping[str, Any] = {}) -> Result:

@@ -11,27 +11,24 @@ from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import indent
-from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, Unpack, get_args, get_type_hints
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel
-from torch import Tensor
 
-from regard.answers import EMBED_TOKENS, Answerer, open_engine, truncation, unknown_remark, usable_options
+from regard.answers import EMBED_TOKENS, Answerer, load_models, open_engine, truncation, unknown_remark, usable_options
 from regard.batch import windows
 from regard.config import parse, to_toml
 from regard.data.in_memory import in_memory
 from regard.data.pairs import read_table
 from regard.data.reader import MEMORY, Source
-from regard.decode.encoder_only import Classification
+from regard.decode import native
 from regard.decode.engine import TokenStream
-from regard.decode.forced import Pair, Scored
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import (
     BatchSettings,
-    EngineName,
+    EngineChoice,
     Input,
     Options,
     OptionSettings,
@@ -39,6 +36,7 @@ from regard.decode.request import (
     ScoringSettings,
     check_engine,
 )
+from regard.decode.scoring import Pair, Scored
 from regard.device import choose_device
 from regard.errors import UserError, plural, shown_value
 from regard.evaluate.evaluator import (
@@ -49,16 +47,21 @@ from regard.evaluate.evaluator import (
     evaluate_file,
     parse_columns,
 )
-from regard.inspect.trace import Trace, trace_image
 from regard.notebook import Results
 from regard.presets import changed_recipe
 from regard.recipe import Column, Data, Recipe, Text, Train, key_paths, load_recipe
 from regard.run import Run
-from regard.suggest import closest
+from regard.suggest import closest, one_of
 from regard.tasks import TASKS, TaskName
 from regard.text.codec import Example
-from regard.training.fit import fit
-from regard.training.report import Reporter
+
+if TYPE_CHECKING:  # torch is imported when a model is loaded: the native engine does not need it
+    import torch
+    from torch import Tensor
+
+    from regard.decode.encoder_only import Classification
+    from regard.inspect.trace import Trace
+    from regard.training.report import Reporter
 
 Texts = str | Path | Sequence[str]  # a file with a text per line, or the texts
 P = ParamSpec("P")
@@ -144,6 +147,8 @@ def named_texts(name: str, value: Any, texts: dict[str, list[str]]) -> str:
 
 def checked_ids(name: str, ids: Any, vocab: int) -> Tensor:
     """A checked tensor of ids."""
+    import torch
+
     try:
         table = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -187,6 +192,7 @@ class LoadedRun(Run):
         inputs: Iterable[Input],
         *,
         ensemble: Sequence[Run] | None = None,
+        engine: EngineChoice = "auto",
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
     ) -> list[list[Hypothesis]]:
@@ -196,7 +202,7 @@ class LoadedRun(Run):
         override `options`. A masked language model fills the masks of a text; `top_tokens` has their candidates.
         """
         requests = checked_list("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
-        answerer = Answerer(self._runs(ensemble), self._options(options, settings))
+        answerer = self._answerer(ensemble, options, settings, engine)
         batches = map(answerer.generate, windows(requests, answerer.options.window))
         rows = (Results(answer.hypotheses) for batch in batches for answer in batch)
         return Results(rows, [item if isinstance(item, str) else item.source for item in requests])
@@ -207,6 +213,7 @@ class LoadedRun(Run):
         item: Input,
         *,
         ensemble: Sequence[Run] | None = None,
+        engine: EngineChoice = "auto",
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
     ) -> TokenStream:
@@ -214,7 +221,7 @@ class LoadedRun(Run):
         if not isinstance(item, str | Example | Request):
             raise UserError(f"stream: takes one text, regard.Example or regard.Request, not {shown_value(item)}")
         check_texts("stream", item)
-        pieces = Answerer(self._runs(ensemble), self._options(options, settings)).stream(item)
+        pieces = self._answerer(ensemble, options, settings, engine).stream(item)
         if pieces.problem:
             raise UserError(f"stream: {pieces.problem}")
         return pieces
@@ -225,6 +232,7 @@ class LoadedRun(Run):
         pairs: Iterable[Pair],
         *,
         ensemble: Sequence[Run] | None = None,
+        engine: EngineChoice = "auto",
         options: Options | None = None,
         **settings: Unpack[ScoringSettings],
     ) -> list[Scored]:
@@ -234,7 +242,7 @@ class LoadedRun(Run):
             texts = pair[:2] if isinstance(pair, Example) else pair
             if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
                 raise UserError(f"score: a pair is a source and a target, both texts, not {shown_value(pair)}")
-        scored = Answerer(self._runs(ensemble), self._options(options, settings)).score(checked)
+        scored = self._answerer(ensemble, options, settings, engine).score(checked)
         return Results(scored, [f"{pair[0]} → {pair[1]}" for pair in checked])
 
     @checked_call(Options, names=BatchSettings.__annotations__)
@@ -282,8 +290,8 @@ class LoadedRun(Run):
         runs = self._runs(ensemble)
         named: tuple[Column, ...] = () if columns is None else parse_columns(columns, bool(references))
         lines = {"columns": named, "reference": references, "outputs": output_file, "ensemble": runs[1:]}
-        engine = evaluation_options.engine or "torch"
-        workers = 1 if engine == "torch" else None
+        engine = evaluation_options.engine or "auto"
+        workers = None if engine == "ctranslate2" else 1
         request = EvaluationRequest(
             options=evaluation_options,
             chosen={*decoding, *evaluation_options.chosen, *(name for name, value in lines.items() if value)},
@@ -320,6 +328,8 @@ class LoadedRun(Run):
         if more < 0:
             raise UserError(f"attention: more is a number of tokens, not {more}")
         if isinstance(source, np.ndarray):
+            from regard.inspect.trace import trace_image
+
             return trace_image(self, source, target)
         example = source if isinstance(source, Example) else Example(source)
         example = example._replace(target=target or example.target)
@@ -332,18 +342,28 @@ class LoadedRun(Run):
         example = "[regard.load('runs/other')]"
         return [self, *checked_list("ensemble", "loaded runs", () if others is None else others, (Run,), example)]
 
-    def _options(self, options: Options | None, settings: Mapping[str, Any], engine: EngineName = "torch") -> Options:
+    def _answerer(
+        self, ensemble: Sequence[Run] | None, options: Options | None, settings: Mapping[str, Any], engine: EngineChoice
+    ) -> Answerer:
+        if engine not in get_args(EngineChoice):
+            raise one_of("engine", engine, get_args(EngineChoice))
+        runs = self._runs(ensemble)
+        checked = self._options(options, settings, engine)
+        return Answerer(runs, checked, open_engine(runs, checked, engine, workers=1))
+
+    def _options(self, options: Options | None, settings: Mapping[str, Any], engine: EngineChoice = "auto") -> Options:
         if options is not None and not isinstance(options, Options):
             raise UserError(f"options: takes a regard.Options, not {shown_value(options)}; or write beam=5 etc.")
         checked = Options.of(**{**({} if options is None else options.model_dump()), **settings})
         check_engine(engine, checked)
-        return usable_options(checked, self.model.device, lambda message: warnings.warn(message, stacklevel=7))
+        return usable_options(checked, self, lambda message: warnings.warn(message, stacklevel=8))
 
-    @torch.inference_mode()
     def logits(
         self, source_ids: Sequence[Sequence[int]] | Tensor, target_ids: Sequence[Sequence[int]] | Tensor | None = None
     ) -> Tensor:
         """Logits of the next token at every position. Rows have the same length; targets begin with a start token."""
+        import torch
+
         device = self.model.device
         config = self.config
         task = self.task
@@ -358,7 +378,8 @@ class LoadedRun(Run):
         input_BT = None if target_ids is None else checked_ids("target_ids", target_ids, config.target_vocab).to(device)
         if input_BT is not None and len(input_BT) != len(source_BS):
             raise UserError(f"logits: {plural(len(source_BS), 'row')} of source_ids, but {len(input_BT)} of target_ids")
-        logits: Tensor = self.model(source_BS, None, input_BT)
+        with torch.inference_mode():
+            logits: Tensor = self.model(source_BS, None, input_BT)
         return logits
 
     def embed(
@@ -406,7 +427,11 @@ def load(path: str | Path, device: str | torch.device = "cpu", *, verify: bool =
 
     Changed files are refused. Large weights are compared by size only, with `verify` by content.
     """
-    return LoadedRun.load(path, choose_device(device) if isinstance(device, str) else device, verify)
+    run_device = choose_device(device) if isinstance(device, str) and device != "cpu" else device
+    run = LoadedRun.load(path, run_device, verify, model=False)
+    if native.problem([run], Options()):  # the native engine reads the weights itself; torch may not be needed
+        load_models([run])
+    return run
 
 
 @checked_call(Recipe, Text, Data, Train, names=TrainSettings.__annotations__)
@@ -427,6 +452,9 @@ def train(
     changes all other keys, as `--set` does: {"lr": 1e-3, "decoder.layers": 2}. Training and validation data are files
     or data in memory: a list of pairs, a data frame, a dataset, or texts for a language model.
     """
+    from regard.training.fit import fit
+    from regard.training.report import Reporter
+
     if isinstance(recipe, Recipe):
         recipe = recipe.model_dump(exclude_unset=True)
     options = {}

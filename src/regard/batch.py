@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from regard.config import Config, Value
 from regard.errors import is_out_of_memory
+
+if TYPE_CHECKING:  # torch is imported when a batch is made: engines without torch group inputs, too
+    import torch
+    from torch import Tensor
 
 TokenIds = Sequence[int] | np.ndarray
 T = TypeVar("T")
@@ -30,7 +32,7 @@ class Batch(NamedTuple):
     total: int  # labels of the step, over all processes and accumulated batches: the divisor of the loss
 
     def to(self, device: torch.device | str) -> Batch:
-        moved: dict[str, Any] = {name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in self._asdict().items() if hasattr(x, "to")}
         return self._replace(**moved)
 
     @property
@@ -87,6 +89,8 @@ def in_parts(work: Callable[[slice], T], rows: int) -> Iterator[tuple[slice, T |
 
 def pad(rows: Sequence[TokenIds], fill: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
     """Rows of ids as one tensor, and its keep-mask (None if nothing is padded)."""
+    import torch
+
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     keep = np.arange(lengths.max(initial=0)) < lengths[:, None]
     table = np.full(keep.shape, fill, dtype=np.int64)

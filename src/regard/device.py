@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from regard.errors import UserError
 from regard.recipe import DEVICES
 from regard.suggest import closest
+
+if TYPE_CHECKING:  # torch is imported when a device is chosen or tested
+    import torch
 
 
 def tune_allocator() -> bool:
@@ -41,6 +42,8 @@ def release_memory() -> None:
 
 def choose_device(request: str, local_rank: int = 0) -> torch.device:
     """The device with this name; `auto` selects a GPU if one is available."""
+    import torch
+
     kind, colon, index = request.partition(":")
     if kind not in DEVICES or (colon and kind != "cuda"):
         raise UserError(f"device: must be auto, cpu, cuda, cuda:N or mps, not {request!r:.100}{closest(kind, DEVICES)}")
@@ -81,6 +84,8 @@ def bf16_problem(device: torch.device, probe: str = _PROBE, slow: bool = True) -
     A CPU is probed in a child process, because unsupported instructions would crash this one.
     """
     if device.type == "cuda":
+        import torch
+
         return None if torch.cuda.is_bf16_supported() else "this GPU does not support bfloat16"
     if device.type != "cpu":
         return f"not tested on {device.type}"

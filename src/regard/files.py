@@ -436,3 +436,17 @@ def require_unchanged(directory: Path, advice: str, names: Collection[str] | Non
     """Raise one error for all files that differ from the manifest, with `advice`."""
     if wrong := changed_files(directory, names, verify):
         raise UserError("\n  ".join([*wrong, advice]))
+
+
+@contextmanager
+def open_weights(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """Open a safetensors file; failures are UserErrors."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; the run has no weights yet")
+    try:
+        with safe_open(path, framework=framework) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a readable safetensors file: {error}") from None

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
-from torch import Tensor, nn
+import numpy as np
 
 from regard import files
 from regard.batch import Pixels
 from regard.config import Config, Count, Id, Stack, Value, parse
 from regard.data.statistics import STATISTICS, Statistics
 from regard.errors import UserError, plural
-from regard.model import Model, allocate, on_meta
-from regard.nn.primitives import PackedWeights
 from regard.notebook import table
 from regard.recipe import Recipe, load_recipe, read_recipe
 from regard.suggest import nearest
 from regard.tasks import TASKS, Task, TaskName, infer_task
 from regard.text.codec import TOKENIZERS, Codec, TextConfig
 
+if TYPE_CHECKING:  # torch is imported when weights are loaded: other engines do not need it
+    import torch
+    from torch import Tensor
+
+    from regard.model import Model
+
 MAX_NAMED_RUNS = 5  # in a message
-MAX_DIFFERENCES = 20  # in a message
 FORMAT = 1
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -59,20 +61,80 @@ class RunConfig(Value):
     generation: Generation = Generation()
 
 
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights of a run in its directory."""
+
+    config: Config
+    path: Path
+    device: str | torch.device = "cpu"
+
+    @cached_property
+    def size(self) -> int:
+        """The number of parameters."""
+        with files.open_weights(self.path, "np") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  not a dict
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The weights by name."""
+        with files.open_weights(self.path, "np") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+
+    def load(self) -> Model:
+        """The model with these weights."""
+        from regard.weight_files import load_model
+
+        return load_model(self.config, self.path, self.device)
+
+
 @dataclass
 class Run:
     """A trained model with its tokenizers."""
 
     config: Config
     codec: Codec
-    model: Model
+    weights: Model | StoredWeights  # `model` loads stored weights on first use
     path: Path
     labels: tuple[str, ...] = ()
     pixels: Pixels | None = None
     task_name: TaskName | None = None  # None: inferred from the model
     generation: Generation = field(default_factory=Generation)
     statistics: Statistics = field(default_factory=Statistics)  # defaults for a run without the file
-    packed: PackedWeights = field(default_factory=PackedWeights, init=False, repr=False, compare=False)
+    # The weights in other layouts, which the engines of this run share.
+    layouts: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def model(self) -> Model:
+        """The model, which needs torch."""
+        if isinstance(self.weights, StoredWeights):
+            self.weights = self.weights.load()
+        return self.weights
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self.weights = model
+
+    def load_model(self) -> None:
+        """Load stored weights."""
+        self.weights = self.model
+
+    @property
+    def device(self) -> str | torch.device:
+        """The device of the model, which need not be loaded."""
+        return self.weights.device
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The weights by name, for engines without torch."""
+        if isinstance(self.weights, StoredWeights):
+            return self.weights.arrays()
+        from regard.weight_files import weights_of
+
+        return {name: x.float().numpy(force=True) for name, x in weights_of(self.weights).items()}
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the model is in memory, where it may have been changed."""
+        return not isinstance(self.weights, StoredWeights)
 
     @property
     def task(self) -> Task:
@@ -106,10 +168,10 @@ class Run:
             facts["vocabulary"] = f"{config.output_vocab:,} tokens"
         if config.classes is not None:
             facts["classes"] = str(config.classes)
-        return facts | {"parameters": f"{self.model.size:,}"}
+        return facts | {"parameters": f"{self.weights.size:,}"}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.path)!r}, task {self.task.name}, {self.model.size:,} parameters)"
+        return f"{type(self).__name__}({str(self.path)!r}, task {self.task.name}, {self.weights.size:,} parameters)"
 
     def _repr_html_(self) -> str:
         facts = {"task": f"{self.task.name}: {self.task.summary}", **self.facts}
@@ -118,14 +180,21 @@ class Run:
             facts["tokens"] = " to ".join((text.source_tokens, text.target_tokens)[: 1 + self.task.seq2seq])
         if labels := self.label_names:
             facts["labels"] = ", ".join(labels[:10]) + (", ..." if len(labels) > 10 else "")
-        return table({**facts, "device": self.model.device}.items(), caption=str(self.path))
+        return table({**facts, "device": self.weights.device}.items(), caption=str(self.path))
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu", verify: bool = False) -> Self:
-        """Open a run whose files are unchanged; `verify` also hashes large weights, whose size is always checked."""
+    def load(
+        cls, path: str | Path, device: str | torch.device = "cpu", verify: bool = False, model: bool = True
+    ) -> Self:
+        """Open a run whose files are unchanged; `verify` also hashes large weights, whose size is always checked.
+
+        Without `model`, weights are loaded on first use.
+        """
         path = Path(path)
         try:
             run = cls._read(path, device)
+            if model:
+                run.load_model()
         except UserError as error:
             changes = files.changed_files(path, READ) if path.is_dir() else []
             raise UserError("\n  ".join([str(error), *changes])) from None
@@ -135,18 +204,16 @@ class Run:
     @classmethod
     def _read(cls, path: Path, device: str | torch.device) -> Self:
         config = read_config(path)
-        with open_weights(path / WEIGHTS) as file:
-            require_layers(config.model, len(file.keys()), str(path / WEIGHTS))
-        model = on_meta(config.model)
-        load_weights(model, path / WEIGHTS, device)
         _require_rows(path, config.model, config.text.sizes or ())
         codec = Codec.load(path, config.text)
         _require_rows(path, config.model, (codec.source_vocab, codec.target_vocab))
         settings = (config.labels, config.pixels, config.task, config.generation, read_statistics(path))
-        return cls(config.model, codec, model.eval(), path, *settings)
+        return cls(config.model, codec, StoredWeights(config.model, path / WEIGHTS, device), path, *settings)
 
     def save(self, path: str | Path) -> None:
         """Write the files that are needed to use the run."""
+        from regard.weight_files import save_weights, weights_of
+
         path = Path(path)
         files.make_directory(path, str(path))
         config = RunConfig(
@@ -269,93 +336,10 @@ def saved_recipe(run: Path) -> Recipe:
     return load_recipe(read_recipe(run / RECIPE), str(run / RECIPE))
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by name; shared ones occur once, with their first name."""
-    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=True)}
-
-
-def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors with default permissions. A failure raises OSError."""
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file({name: x.detach().contiguous().cpu() for name, x in tensors.items()}, path)
-    except SafetensorError as error:
-        raise OSError(str(error).removeprefix("Error while serializing: ").removeprefix("I/O error: ")) from None
-    path.chmod(mode)  # the library creates a file that only its owner can read
-
-
-def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Write tensors atomically. The library's own writer would leave a temporary file if it is killed."""
-    tensors = {name: x.contiguous().cpu() for name, x in weights.items()}
-    files.replace_file(path, lambda temporary: temporary.write_bytes(save(tensors)))
-
-
-def require_layers(config: Config, tensors: int, where: str) -> None:
-    """Raise UserError for a config with more layers than tensors; called before layers are created."""
-    layers = sum(stack.layers for stack in config.stacks.values())
-    if layers > tensors:
-        message = f"missing: config.json has {layers} layers, the file only {tensors} tensors"
-        raise UserError(f"{where}: weights do not fit config.json\n  {message}")
-
-
-@contextmanager
-def open_weights(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; failures are UserErrors."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; the run has no weights yet")
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
-
-
-def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -> None:
-    """Load weights; wrong names and shapes are reported together, before a model on the meta device is allocated."""
-    with open_weights(path) as file:
-        names = file.keys()
-        stored = {name: list(file.get_slice(name).get_shape()) for name in names}
-        require_shapes(stored, {name: list(x.shape) for name, x in weights_of(model).items()}, str(path))
-        if next(model.parameters()).is_meta:
-            allocate(model, device)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters(remove_duplicate=True):
-                parameter.copy_(file.get_tensor(name))
-
-
-def require_shapes(
-    stored: Mapping[str, list[int]], expected: Mapping[str, list[int]], where: str, other: Sequence[str] = ()
-) -> None:
-    """Raise UserError unless a file has the tensors of a model; all differences are listed, `other` ones first."""
-    wrong = [*other, *(f"missing: {name}" for name in sorted(expected.keys() - stored.keys()))]
-    wrong += [f"not known: {name} {stored[name]}" for name in sorted(stored.keys() - expected.keys())]
-    for name in sorted(expected.keys() & stored.keys()):
-        if stored[name] != expected[name]:
-            wrong.append(f"{name}: shape {stored[name]} where config.json says {expected[name]}")
-    if wrong:
-        raise UserError(f"{where}: weights do not fit config.json\n  {list_differences(wrong)}")
-
-
-def list_differences(lines: Sequence[str]) -> str:
-    """Lines of a message, at most MAX_DIFFERENCES."""
-    more = [f"and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
-    return "\n  ".join([*lines[:MAX_DIFFERENCES], *more])
-
-
-def mean_weights(sets: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of several sets of weights, summed in double precision."""
-    total: dict[str, Tensor] = {}
-    count = 0
-    for weights in sets:
-        count += 1
-        for name, x in weights.items():
-            total[name] = total[name] + x.double() if name in total else x.double()
-    return {name: (x / count).to(weights[name].dtype) for name, x in total.items()}
-
-
 def require_numbers(run: Run) -> None:
     """Raise UserError if a weight is infinite or NaN."""
+    from regard.weight_files import weights_of
+
     for name, weight in weights_of(run.model).items():
         if not bool(weight.isfinite().all()):
             raise UserError(f"{run.path}: some weights are not finite numbers ({name}); was training stable?")
@@ -363,6 +347,8 @@ def require_numbers(run: Run) -> None:
 
 def average(paths: Sequence[str | Path], out: str | Path) -> Run:
     """Save the mean of several runs with the same model and vocabulary, with the alignment heads of the first."""
+    from regard.weight_files import mean_weights, weights_of
+
     if not paths:
         raise UserError("average needs at least one run")
     if Path(out).exists():

@@ -15,7 +15,7 @@ from kit.families import BOTH, DECODERS, ENCODERS, build, shrunk
 from kit.toy import call
 from regard.config import Config
 from regard.convert.to_ctranslate2 import largest_difference, misfits, names_of, open_translator, to_ctranslate2
-from regard.decode.engine import TorchEngine
+from regard.decode.torch_engine import TorchEngine
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec

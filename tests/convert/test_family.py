@@ -17,7 +17,7 @@ from regard.convert.table import expand
 from regard.errors import UserError
 from regard.model import on_meta
 from regard.presets import merge
-from regard.run import weights_of
+from regard.weight_files import weights_of
 
 FLAGS = st.booleans()
 RATES = st.sampled_from([0.0, 0.1, 0.25])

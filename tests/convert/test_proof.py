@@ -30,7 +30,8 @@ from regard.convert.read import write_generation
 from regard.errors import UserError
 from regard.model import Model, allocate, on_meta
 from regard.presets import merge
-from regard.run import Run, weights_of
+from regard.run import Run
+from regard.weight_files import weights_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -219,7 +220,7 @@ def test_different_greedy_outputs_stop_the_conversion(field, converted):
     token = int(model.generate(samples["input_ids"][:1], max_new_tokens=5)[0, 3])
     changes = {"start": "eos"} if field == "start" else {"ids": {"eos": token}}
     config = Config.model_validate(merge(run.config.model_dump(), changes))
-    variant = replace(run, config=config, model=Model(config).eval())
+    variant = replace(run, config=config, weights=Model(config).eval())
     variant.model.load_state_dict(run.model.state_dict())
     assert compare_greedy(run, model, samples, write_generation(run)) == 6
     with pytest.raises(UserError, match="greedy search gives"):

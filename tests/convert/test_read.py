@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from kit.hf import make, quiet
 from regard.convert.hf import from_hf
 from regard.errors import UserError
-from regard.run import Run, weights_of
+from regard.run import Run
+from regard.weight_files import weights_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,9 +11,9 @@ import torch
 
 from kit.decoding import NAMES, run_of, sources, trained
 from regard.decode.alignment import align, choose_heads, forced_attention, load_heads, save_heads, weight_taps
-from regard.decode.engine import TorchEngine, generate
 from regard.decode.request import Options
 from regard.decode.search import search
+from regard.decode.torch_engine import TorchEngine, generate
 from regard.errors import UserError
 from regard.nn.hooks import record, taps
 from regard.text.codec import Example

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kit.decoding import NAMES, names, run_of, same, seeds, sources, trained, words
-from regard.decode.engine import generate
 from regard.decode.request import Options, Request
+from regard.decode.torch_engine import generate
 from regard.run import Run
 
 STRATEGIES: dict[str, dict[str, object]] = {

@@ -12,13 +12,13 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from kit.decoding import NAMES, names, run_of, same, seeds, sources, trained, words
-from regard.decode.constraints import SearchInput
-from regard.decode.engine import TorchEngine, generate
 from regard.decode.ensemble import Scorer, States
 from regard.decode.forced import force
 from regard.decode.hypothesis import DecodedIds, Hypothesis
 from regard.decode.request import Options
 from regard.decode.search import BeamSearch, best, decode_paths, make_rules, search
+from regard.decode.search_inputs import SearchInput
+from regard.decode.torch_engine import TorchEngine, generate
 from regard.nn.cache import KV, KVCache
 from regard.run import Run
 

@@ -9,9 +9,8 @@ from test_batch_independence import STRATEGIES
 
 from kit.decoding import POSITIONS, language_model, run_of, same, sources, words
 from regard.answers import Answerer
-from regard.decode.engine import generate
-from regard.decode.forced import score
 from regard.decode.request import Options, Request
+from regard.decode.torch_engine import generate, score
 from regard.errors import UserError
 from regard.model import Model
 from regard.nn.cache import State

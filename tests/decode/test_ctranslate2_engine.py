@@ -18,9 +18,9 @@ from kit.ct2 import ids_of, random_run, tokenizer, words
 from kit.families import build, shrunk
 from kit.toy import call
 from regard.data.statistics import OutputLimits, Statistics
-from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import ENGINES, Options, Request
+from regard.decode.torch_engine import TorchEngine
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec, Example
@@ -265,7 +265,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_options_are_refused(name, run):
-    with pytest.raises(UserError, match=r"the engine ctranslate2 cannot do this.*use the engine torch"):
+    with pytest.raises(UserError, match=r"the engine ctranslate2 cannot do this.*use the engine (native or )?torch"):
         CTranslate2Engine(run, Options.of(**UNSUPPORTED[name]))
 
 
@@ -280,7 +280,7 @@ def test_every_option_is_supported_or_refused(run):
         CTranslate2Engine(run)([Request("abc", stop=("a",))])
     with pytest.raises(UserError, match="seed: the engine ctranslate2"):
         CTranslate2Engine(run, Options(sample=True))([Request("abc", seed=3)])
-    with pytest.raises(UserError, match=r"precision: int8: goes with the engine ctranslate2.*allowed: fp32, bf16"):
+    with pytest.raises(UserError, match=r"precision: int8: goes with the engine native or ctranslate2.*allowed: fp32, bf16"):
         TorchEngine(run, Options(precision="int8"))
 
 

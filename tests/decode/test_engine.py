@@ -9,10 +9,10 @@ import torch
 
 from kit.decoding import language_model, run_of, same, sources
 from kit.toy import call
-from regard.decode.engine import Engine, TorchEngine, generate
-from regard.decode.forced import score
+from regard.decode.engine import Engine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
+from regard.decode.torch_engine import TorchEngine, generate, score
 from regard.inspect.prune import prune_heads
 from regard.nn import primitives
 from regard.nn.primitives import Linear, linears

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kit.decoding import NAMES, blank, run_of, same, sources, tokenizer
-from regard.decode.engine import generate
-from regard.decode.forced import score
 from regard.decode.request import Options
+from regard.decode.torch_engine import generate, score
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec, Example

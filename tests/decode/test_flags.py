@@ -10,9 +10,9 @@ from hypothesis import given, strategies as st
 
 from kit.decoding import run_of
 from regard.data.statistics import OutputLimits, Statistics, longest_loop
-from regard.decode.engine import generate
 from regard.decode.hypothesis import Alignment, attention_flags, output_flags
 from regard.decode.request import Options
+from regard.decode.torch_engine import generate
 from regard.errors import plural
 
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings, strategies as st
 from test_batch_independence import STRATEGIES
 
 from kit.decoding import LETTERS, NAMES, names, run_of, seeds, sources, trained, words
-from regard.decode.engine import generate
-from regard.decode.forced import score
 from regard.decode.request import Options
+from regard.decode.torch_engine import generate, score
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Example

@@ -13,9 +13,8 @@ from hypothesis import given, settings, strategies as st
 
 from kit.decoding import NAMES, blank, lesson, run_of, sources, tokenizer, trained
 from regard.batch import by_length, windows
-from regard.decode.engine import TorchEngine, generate
-from regard.decode.forced import score
 from regard.decode.request import Options, Request
+from regard.decode.torch_engine import TorchEngine, generate, score
 from regard.errors import UserError
 from regard.model import Model
 from regard.presets import preset

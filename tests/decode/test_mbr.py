@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kit.decoding import NAMES, run_of, sources
-from regard.decode.engine import generate
 from regard.decode.hypothesis import expected_utility, probability_shares
 from regard.decode.request import Options
+from regard.decode.torch_engine import generate
 
 UTILITIES = ("chrf", "bleu", "edit", "exact")
 

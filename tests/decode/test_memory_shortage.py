@@ -11,9 +11,8 @@ from test_classify import classifier
 
 from kit.decoding import run_of, same, sources
 from regard.decode.encoder_only import classify
-from regard.decode.engine import TorchEngine, WorkerPool
-from regard.decode.forced import score
 from regard.decode.request import Options
+from regard.decode.torch_engine import TorchEngine, WorkerPool, score
 from regard.model import Model
 from regard.run import Run
 
@@ -51,7 +50,7 @@ OPTIONS = [
 def test_generate_splits_batches_that_do_not_fit(
     options: Options, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
+    monkeypatch.setattr("regard.decode.torch_engine.can_fork", lambda: True)
     engine = TorchEngine(run_of("transformer-tiny", 3), options)
     expected = engine(TEXTS)
     failures = limit_memory(monkeypatch, rows=4, tokens=len(TOO_LARGE))

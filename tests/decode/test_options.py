@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kit.decoding import blank, run_of, tokenizer
-from regard.decode.engine import TorchEngine, generate
 from regard.decode.request import Options, Request
+from regard.decode.torch_engine import TorchEngine, generate
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec

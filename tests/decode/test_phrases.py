@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from regard.decode.constraints import NEVER, Letters, Spelling, make_phrases
+from regard.decode.phrases import NEVER, Letters, Spelling, make_phrases
 
 letters = st.integers(0, 2)
 phrases = st.lists(st.lists(letters, min_size=1, max_size=4).map(tuple), max_size=3)

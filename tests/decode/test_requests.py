@@ -9,9 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 import regard
 from kit.decoding import LETTERS, NAMES, language_model, names, run_of, same, seeds, sources, words
-from regard.decode.engine import generate
-from regard.decode.forced import score as force
 from regard.decode.request import Options, Request, parse_request
+from regard.decode.torch_engine import generate, score as force
 from regard.errors import UserError
 
 short = st.text(LETTERS, min_size=1, max_size=2)

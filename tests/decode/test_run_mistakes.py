@@ -12,10 +12,12 @@ from kit.models import family
 from kit.toy import call
 from regard.api import LoadedRun
 from regard.decode.encoder_only import classify
-from regard.decode.forced import score, score_text
+from regard.decode.forced import score_text
+from regard.decode.torch_engine import score
 from regard.errors import UserError
-from regard.run import Run, average, weights_of
+from regard.run import Run, average
 from regard.text.codec import Codec, Example
+from regard.weight_files import weights_of
 
 FEATURES_REQUIRED = "features: is required, since the run was trained with features"
 FEATURES_REFUSED = "features: not for this run, which was trained without features"

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from kit.decoding import NAMES, run_of, sources
-from regard.decode.constraints import SearchInput
-from regard.decode.engine import generate
-from regard.decode.forced import score
 from regard.decode.request import Options
 from regard.decode.search import Sampler, truncate
+from regard.decode.search_inputs import SearchInput
+from regard.decode.torch_engine import generate, score
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -8,9 +8,9 @@ from hypothesis import given, strategies as st
 
 from kit.decoding import NAMES, run_of
 from regard.batch import pad
-from regard.decode.constraints import SearchInput
 from regard.decode.ensemble import Scorer, States, similar_lengths
 from regard.decode.search import select, should_leave
+from regard.decode.search_inputs import SearchInput
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 

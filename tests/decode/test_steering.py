@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from kit.decoding import LETTERS, NAMES, language_model, names, run_of, seeds, sources, trained, words
-from regard.decode.constraints import PhraseConstraint, Prefix, SearchInput, Spelling, is_combining, make_phrases
-from regard.decode.engine import generate
-from regard.decode.forced import score
+from regard.decode.constraints import PhraseConstraint, Prefix
 from regard.decode.hypothesis import Hypothesis
+from regard.decode.phrases import Spelling, is_combining, make_phrases
 from regard.decode.request import Options, Request
+from regard.decode.search_inputs import SearchInput
+from regard.decode.torch_engine import generate, score
 from regard.errors import UserError
 from regard.run import Run
 

@@ -9,10 +9,9 @@ from hypothesis import assume, given, settings, strategies as st
 
 from kit.decoding import LETTERS, NAMES, language_model, run_of, sources
 from regard.answers import Answerer
-from regard.decode.constraints import is_combining
-from regard.decode.engine import generate
-from regard.decode.forced import score
+from regard.decode.phrases import is_combining
 from regard.decode.request import Options, Request
+from regard.decode.torch_engine import generate, score
 from regard.errors import UserError
 from regard.run import Run
 

@@ -7,8 +7,8 @@ import torch
 
 from kit.decoding import LETTERS, NAMES, run_of, sources
 from regard.answers import Answerer
-from regard.decode.engine import generate
 from regard.decode.request import Options, Request
+from regard.decode.torch_engine import generate
 from regard.errors import UserError
 
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from kit.decoding import run_of, sources
-from regard.decode.constraints import SearchInput
-from regard.decode.engine import TorchEngine, WorkerPool, can_fork
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
+from regard.decode.search_inputs import SearchInput
+from regard.decode.torch_engine import TorchEngine, WorkerPool, can_fork
 from regard.errors import UserError
 from regard.parallel.children import Child, ChildFault
 from regard.run import Run
@@ -40,7 +40,7 @@ def as_dicts(rows: list[list[Hypothesis]]) -> list[list[dict[str, Any]]]:
 def test_two_processes_give_the_same_outputs_in_order(
     saved_run: Run, monkeypatch: pytest.MonkeyPatch, fork: bool
 ) -> None:
-    monkeypatch.setattr("regard.decode.engine.can_fork", lambda: fork)
+    monkeypatch.setattr("regard.decode.torch_engine.can_fork", lambda: fork)
     decoder = TorchEngine(saved_run, Options(beam=3, nbest=2, max_length=8, batch_tokens=60, alignment=True))
     inputs = [*sources(1, 30), "", "a" * 3000, *sources(2, 10)]
     expected = decoder(inputs)
@@ -68,7 +68,7 @@ def test_two_processes_give_the_same_outputs_in_order(
 
 def slow_parent(monkeypatch: pytest.MonkeyPatch, note: Callable[[list[Hypothesis]], list[Hypothesis]]) -> None:
     """Slow down decoding in this process, and apply `note` to the outputs of forked workers."""
-    monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
+    monkeypatch.setattr("regard.decode.torch_engine.can_fork", lambda: True)
     real = TorchEngine.decode
     parent = os.getpid()
 
@@ -91,13 +91,13 @@ def test_forked_worker_decodes_part_of_the_inputs(saved_run: Run, monkeypatch: p
 
 
 def test_workers_start_only_when_they_save_time(saved_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
+    monkeypatch.setattr("regard.decode.torch_engine.can_fork", lambda: True)
     decoder = TorchEngine(saved_run, Options(max_length=4, batch_tokens=20))
     inputs = decoder.prepare(sources(1, 30))
     batches = len(list(decoder.preparer.batches(dict(enumerate(inputs)))))
 
     def count_started(seconds: float, workers: int = 2, some: int | None = None) -> int:
-        monkeypatch.setattr("regard.decode.engine.FORK_SECONDS", seconds)
+        monkeypatch.setattr("regard.decode.torch_engine.FORK_SECONDS", seconds)
         with WorkerPool(decoder, workers) as pool:
             pool.decode(inputs[:some])
             return len(pool.children)
@@ -181,7 +181,7 @@ def test_interrupt_while_waiting_for_a_worker_ends_the_pool_promptly(
 
 
 def test_run_that_a_spawned_worker_cannot_load_is_reported(saved_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.decode.engine.can_fork", lambda: False)
+    monkeypatch.setattr("regard.decode.torch_engine.can_fork", lambda: False)
     moved = Run(saved_run.config, saved_run.codec, saved_run.model, saved_run.path / "moved")
     deadline = time.monotonic() + 60
     with (

@@ -14,6 +14,7 @@ from kit.toy import call, strict_json
 
 def test_evaluation_in_memory_is_that_of_the_file(toy):
     run = regard.load(toy / "run")
+    run.load_model()  # torch answers all calls
     rows = [tuple(line.split("\t")) for line in (toy / "test.tsv").read_text().splitlines()]
     from_file = run.evaluate(toy / "test.tsv", beam=3, bootstrap=20)
     in_memory = run.evaluate(rows, beam=3, bootstrap=20)

@@ -94,8 +94,8 @@ def test_traces_and_outputs_of_pairs_equal_torch(kind: str) -> None:
 
 
 def list_hypotheses(run: Run, examples: list[Example], options: Options) -> list[Any]:
-    from regard.decode.engine import TorchEngine
     from regard.decode.request import Request
+    from regard.decode.torch_engine import TorchEngine
 
     return TorchEngine(run, options)([Request(x.source, x.features) for x in examples])
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from kit.chromium import Chromium
-from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
+from regard.decode.torch_engine import TorchEngine
 from regard.inspect.live import PageEngine, Precision, WeightPacker, first_trace, model_block
 from regard.inspect.page import Packer, render_page
 from regard.inspect.trace import Trace

@@ -19,7 +19,7 @@ from regard.nn.adapters import (
     remove_gates,
 )
 from regard.presets import preset
-from regard.run import weights_of
+from regard.weight_files import weights_of
 
 ADAPTED_PARTS = ("attention", "cross", "feed_forward")
 TINY = {"layers": 2, "width": 16, "heads": 2, "ff": 24, "dropout": 0.0}

@@ -14,7 +14,7 @@ from regard.config import Config, Stack
 from regard.errors import UserError
 from regard.model import Model, allocate, on_meta
 from regard.nn.cache import State
-from regard.run import load_weights, save_weights, weights_of
+from regard.weight_files import load_weights, save_weights, weights_of
 
 PRE_NORM = {"norm": "rms", "norm_at": "pre", "gated": True, "activation": "silu", "bias": "none"}
 VARIANTS: dict[str, dict[str, object]] = {

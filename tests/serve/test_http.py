@@ -252,7 +252,7 @@ def test_reload_serves_the_new_weights_and_drops_no_request(runs, tmp_path):
 
 
 def best_text(run) -> str:
-    from regard.decode.engine import generate
+    from regard.decode.torch_engine import generate
 
     return next(iter(generate(run, ["abc"])))[0].text
 

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from regard.errors import UserError
-from regard.run import save_weights
 from regard.training.checkpoint import Best, Checkpoints, Progress, Window, read_tensors
 from regard.training.trainer import better
+from regard.weight_files import save_weights
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7, dtype=torch.int64)}
 

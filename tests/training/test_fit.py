@@ -94,7 +94,7 @@ def test_choices_are_reported_saved_and_used(pairs: Path, tmp_path: Path) -> Non
 
 def test_model_learns_and_reported_accuracy_equals_that_of_its_outputs(pairs: Path, tmp_path: Path) -> None:
     from regard.data.prepare import open_prepared
-    from regard.decode.engine import generate
+    from regard.decode.torch_engine import generate
 
     stack = {**TINY, "width": 32, "position": "sinusoid"}  # rotary positions would need more than one layer
     order = tables(pairs, steps=120, validate_every=20, metric="accuracy", lr=0.004, warmup=20)

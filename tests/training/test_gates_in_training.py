@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from regard.decode.engine import generate
+from regard.decode.torch_engine import generate
 from regard.errors import UserError
 from regard.inspect.prune import gate_heads, restore_unpruned
 from regard.model import Model
 from regard.nn.adapters import head_gates
 from regard.presets import preset
 from regard.recipe import load_recipe
-from regard.run import Run, weights_of
+from regard.run import Run
 from regard.training.checkpoint import TRAINING, Checkpoints
 from regard.training.directory import UNCUT
 from regard.training.fit import fit
 from regard.training.report import Reporter
 from regard.training.trainer import Stopped, Trainer
+from regard.weight_files import weights_of
 
 SMALL = {"layers": 1, "width": 16, "heads": 4, "ff": 16, "dropout": 0.1}
 

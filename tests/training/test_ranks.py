@@ -23,13 +23,14 @@ from regard.model import Model
 from regard.parallel.ranks import ProcessGroup, form_group
 from regard.presets import preset
 from regard.recipe import Train
-from regard.run import WEIGHTS, weights_of
+from regard.run import WEIGHTS
 from regard.training.data_parallel import local, shard, whole_weights
 from regard.training.fit import fit
 from regard.training.log import LOG, read_log
 from regard.training.report import Reporter
 from regard.training.step import Stepper
 from regard.training.trainer import Stopped
+from regard.weight_files import weights_of
 
 STACK = {"layers": 2, "width": 16, "heads": 2, "ff": 32, "dropout": 0.0, "kv_heads": "none"}
 FAMILIES = {

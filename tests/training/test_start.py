@@ -18,11 +18,12 @@ from kit.backwards import TINY, MakeRecipe
 from regard.errors import UserError
 from regard.nn.adapters import add_adapters
 from regard.recipe import Recipe, load_recipe
-from regard.run import Run, saved_recipe, weights_of
+from regard.run import Run, saved_recipe
 from regard.training.directory import resume_run, resumed_recipe, save_recipe
 from regard.training.fit import fit
 from regard.training.report import Reporter
 from regard.training.trainer import Stopped
+from regard.weight_files import weights_of
 
 
 class CollectingReporter(Reporter):

@@ -17,7 +17,6 @@ from regard.model import Model
 from regard.parallel.ranks import ProcessGroup
 from regard.presets import PRESETS, preset
 from regard.recipe import Train
-from regard.run import mean_weights, weights_of
 from regard.training.checkpoint import optimizer_tensors, restore_optimizer
 from regard.training.fit import unused_settings
 from regard.training.step import (
@@ -27,6 +26,7 @@ from regard.training.step import (
     make_optimizer,
     swapped_weights,
 )
+from regard.weight_files import mean_weights, weights_of
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
 ROWS = [([5, 6, 3], [7, 3]), ([4, 3], [4, 5, 6, 3]), ([9, 9, 9, 3], [3]), ([8, 3], [10, 3])]

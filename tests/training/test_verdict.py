@@ -15,8 +15,8 @@ from kit.backwards import TINY
 from kit.decoding import run_of
 from regard.data.plain_text import Stream
 from regard.data.statistics import OutputLimits, Statistics
-from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import DecodedIds, Hypothesis
+from regard.decode.torch_engine import TorchEngine
 from regard.recipe import Train, load_recipe
 from regard.run import Run
 from regard.text.codec import Codec

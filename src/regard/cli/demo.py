@@ -19,9 +19,9 @@ from rich.text import Text
 
 from regard.cli.output import message
 from regard.data.reader import LineCounter, Source
-from regard.decode.engine import generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options
+from regard.decode.torch_engine import generate
 from regard.errors import UserError, missing_extra, plural
 from regard.evaluate.evaluator import Evaluation, evaluate
 from regard.inspect.live import require_script_engine, write_live_page

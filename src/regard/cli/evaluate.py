@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from regard.answers import open_engine
+from regard.answers import load_models, open_engine
 from regard.cli.lines import announce_data, usable_here
 from regard.cli.options import (
     Device,
@@ -97,7 +97,7 @@ def command(
     compared_run = against if against not in (None, STDIN) and not os.path.isfile(str(against)) else None
     if compared_run is not None and not os.path.isdir(compared_run):
         raise UserError(f"--against: {against} is neither a run directory nor a file of outputs")
-    runs = open_runs([*paths, *filter(None, [compared_run])], device, threads)
+    runs = open_runs([*paths, *filter(None, [compared_run])], device, threads, load=False)
     other = against if compared_run is None else runs.pop()
     others = chosen_options(
         target=target, columns=columns, reference=reference, outputs=outputs, ensemble=ensemble,
@@ -110,19 +110,21 @@ def command(
         outputs=outputs,
         against=other,
         references=[*([target] if target is not None else []), *(reference or [])],
+        open_engine=partial(open_engine, engine=engine_name, scores="none", workers=workers, threads=threads),
     )
     reads = request.check(option_name)
     if "length_penalty" in options and decoding.beam == 1:
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
     loaded = [*runs, other] if isinstance(other, Run) else runs
-    if loaded and reads == "pairs":
+    if reads != "pairs":
+        load_models(loaded, threads)
+    elif loaded:
         decoding = usable_here(decoding, loaded[0])
     table = run if outputs is not None else file or STDIN
     source = _source(reads, table, loaded, target, columns, request.references, prefix_column)
     if source is not None:
         announce_data(source, reads)
-    opener = partial(open_engine, engine=engine_name, scores="none", workers=workers, threads=threads)
-    evaluation = evaluate_file(replace(request, decoding=decoding, open_engine=opener), source)
+    evaluation = evaluate_file(replace(request, decoding=decoding), source)
     for remark in evaluation.remarks:
         message(remark)
     if json:

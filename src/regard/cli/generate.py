@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.answers import Answerer
+from regard.answers import Answerer, load_models
 from regard.cli.lines import IMAGES, GenerateJob, InputLines, LineAnswerer, announce_stdin, links, one_line
 from regard.cli.options import (
     Device,
@@ -82,8 +82,10 @@ def command(
     if out is not None or ray is not None or "WORLD_SIZE" in os.environ:  # the variable is set by torchrun
         job = check_output(job, out, ray, stream)
     decoding, engine_name = parse_decoding(options, engine)
-    runs = open_runs(paths, job.device, threads)
+    runs = open_runs(paths, job.device, threads, load=False)
     task = runs[0].task
+    if "generate" not in task.answers:
+        load_models(runs, threads)
     if task.options is not None:
         others = chosen_options(
             prefix_column=prefix_column, ensemble=ensemble, workers=None if ray else workers, engine=engine,

@@ -34,10 +34,9 @@ from regard.data.reader import (
     shown,
 )
 from regard.data.tables import format_of
-from regard.decode.ctranslate2 import Scores
-from regard.decode.encoder_only import Classification
+from regard.decode.engine import Scores
 from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis, empty_hypothesis
-from regard.decode.request import ANSWER_KEYS, EngineName, Options, Request, parse_request
+from regard.decode.request import ANSWER_KEYS, EngineChoice, Options, Request, parse_request
 from regard.decode.sharded_output import Counts
 from regard.errors import UserError
 from regard.files import json_object
@@ -248,7 +247,7 @@ class GenerateJob:
 class LineAnswerer(Answerer):
     """Answers the lines of a job: requests in, lines of output out."""
 
-    def __init__(self, job: GenerateJob, runs: Sequence[Run], options: Options, engine: EngineName) -> None:
+    def __init__(self, job: GenerateJob, runs: Sequence[Run], options: Options, engine: EngineChoice) -> None:
         self.job = job
         self.run = runs[0]
         task = self.run.task
@@ -262,6 +261,8 @@ class LineAnswerer(Answerer):
                 raise UserError("--top-tokens: plain output does not show them; give --json too")
             scores: Scores = "tokens" if self.json else "totals" if self.several else "none"
             opened = open_engine(runs, options, engine, scores, job.workers, job.threads)
+            if engine == "auto" and opened.name == "native" and sys.stderr is not None and sys.stderr.isatty():
+                message("engine: native")
         super().__init__(runs, options, opened)
 
     def lines(self) -> InputLines:
@@ -302,6 +303,8 @@ class LineAnswerer(Answerer):
             if not line.error and line.request.source.strip()
         ]
         self.run.codec.note_unknown(texts, lines.unknown)
+        from regard.decode.encoder_only import Classification
+
         labels = iter(self.classify(texts))
         for line in batch:
             if line.error:
@@ -345,7 +348,7 @@ def usable_here(options: Options, run: Run) -> Options:
     """The options with a precision that works for the run; a message warns that outputs may differ with it."""
     if options.precision == "fp32":
         return options
-    usable = usable_options(options, run.model.device, message)
+    usable = usable_options(options, run, message)
     if usable.precision != "fp32":
         message(f"precision: {usable.precision}: faster, but outputs and scores may differ from those in fp32")
     return usable

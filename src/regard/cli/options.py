@@ -9,16 +9,15 @@ from inspect import Parameter, signature
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-import torch
 import typer
 from pydantic import BaseModel
 
-from regard.answers import is_small
+from regard.answers import load_models
 from regard.cli.output import message
 from regard.config import parse
 from regard.data.pairs import read_table
 from regard.data.reader import Source
-from regard.decode.request import ENGINES, EngineName, Options
+from regard.decode.request import ENGINE_HELP, ENGINES, EngineChoice, Options
 from regard.device import choose_device, tune_allocator
 from regard.errors import UserError
 from regard.recipe import Data
@@ -67,7 +66,7 @@ PrefixColumn = Annotated[
 ]
 EngineOption = Annotated[
     str | None,
-    typer.Option("--engine", help="torch (default), or ctranslate2, faster on CPUs.", rich_help_panel=OUTPUT),
+    typer.Option("--engine", help=ENGINE_HELP, rich_help_panel=OUTPUT),
 ]
 
 
@@ -162,17 +161,17 @@ def decoding_options(*left_out: str) -> list[FieldOption]:
     ]
 
 
-def parse_decoding(values: Mapping[str, Any], engine: str | None) -> tuple[Options, EngineName]:
+def parse_decoding(values: Mapping[str, Any], engine: str | None) -> tuple[Options, EngineChoice]:
     """The checked options and engine of a command line."""
     if engine == "regard":  # its name up to version 0.5
         message("--engine regard is now called --engine torch")
         engine = "torch"
-    if engine is not None and engine not in ENGINES:
-        raise one_of("--engine", engine, ENGINES)
+    if engine is not None and engine not in ("auto", *ENGINES):
+        raise one_of("--engine", engine, ["auto", *ENGINES])
     options = dict(values)
     if "alignment_heads" in options:
         options["alignment_heads"] = [_head(text) for text in options["alignment_heads"]]
-    return parse(Options, options, "options"), cast(EngineName, engine or "torch")
+    return parse(Options, options, "options"), cast(EngineChoice, engine or "auto")
 
 
 def _head(text: str) -> tuple[int, int]:
@@ -183,15 +182,13 @@ def _head(text: str) -> tuple[int, int]:
     return int(layer) - 1, int(head) - 1
 
 
-def open_runs(paths: Sequence[str], device: str = "cpu", threads: int | None = None) -> list[Run]:
-    """Load runs onto a device and set the number of threads; small models are fastest with one."""
+def open_runs(paths: Sequence[str], device: str = "cpu", threads: int | None = None, load: bool = True) -> list[Run]:
+    """Open runs for a device. Without `load`, weights are loaded by the engine that decodes."""
     tune_allocator()
-    run_device = choose_device(device)
-    default_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # starting threads takes longer than copying the weights
-    runs = [Run.load(path, run_device) for path in paths]
-    if threads is not None or not is_small(runs):
-        torch.set_num_threads(threads or default_threads)
+    run_device = device if device == "cpu" else choose_device(device)
+    runs = [Run.load(path, run_device, model=False) for path in paths]
+    if load:
+        load_models(runs, threads)
     return runs
 
 

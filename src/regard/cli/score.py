@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.answers import Answerer, score_json
+from regard.answers import Answerer, open_engine, score_json
 from regard.batch import windows
 from regard.cli.lines import announce_data, announce_stdin
 from regard.cli.options import (
     Columns,
     Device,
+    EngineOption,
     Json,
     RunPath,
     Strict,
@@ -22,6 +23,7 @@ from regard.cli.options import (
     field_options,
     open_runs,
     pairs_of,
+    parse_decoding,
     with_options,
 )
 from regard.cli.output import message, out, out_json
@@ -44,7 +46,7 @@ from regard.text.codec import Example
 EXAMPLE = "regard score runs/g2p pairs.tsv --json"
 
 
-@with_options("options", *field_options(Options, "weights", "max_source", "batch_tokens"))
+@with_options("options", *field_options(Options, "weights", "max_source", "batch_tokens", "precision"))
 def command(
     run: RunPath,
     options: dict[str, Any],
@@ -54,6 +56,7 @@ def command(
     ensemble: Annotated[
         list[str] | None, typer.Option(metavar="RUN", help="Also score with this run. Repeatable.")
     ] = None,
+    engine: EngineOption = None,
     strict: Strict = False,
     json: Json = False,
     threads: Threads = None,
@@ -66,8 +69,8 @@ def command(
 
     For a language model, a line is a text, or a prompt and its continuation, separated by a tab.
     """
-    decoding = Options.of(**options)
-    runs = open_runs([run, *(ensemble or [])], device, threads)
+    decoding, engine_name = parse_decoding(options, engine)
+    runs = open_runs([run, *(ensemble or [])], device, threads, load=False)
     counter = LineCounter(strict)
     unknown = UnknownParts(runs[0])
     if runs[0].task.name == "lm" and target is None and columns is None:
@@ -81,7 +84,8 @@ def command(
     rows: list[int] = []  # of the examples, from 1: a header is no row
     ahead, behind = tee(_count_unknown(_note_rows(located, counter, rows), unknown, decoding.window))
     printed = 0
-    scores = Answerer(runs, decoding).score(item.example for item in ahead)
+    opened = open_engine(runs, decoding, engine_name, workers=1, threads=threads)
+    scores = Answerer(runs, decoding, opened).score(item.example for item in ahead)
     for scored, (number, example) in zip(scores, behind, strict=False):
         for name, reason in (("too_long", TOO_LONG), ("error", BAD_REQUEST), ("out_of_memory", NO_MEMORY)):
             if name in scored.flags:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 
 from regard import __version__
@@ -51,6 +50,7 @@ def check_output(job: GenerateJob, out: str | None, ray: str | None, stream: boo
 def write_shards(request: GenerateJob, answerer: LineAnswerer, lines: InputLines, out: str, ray: str | None) -> None:
     """Write the missing shards of a job's output, and add the counts of all lines to `lines`."""
     path = Path(out).resolve()
+    request = replace(request, engine=answerer.engine.name)  # the same on all machines, and after a restart
     begin = partial(ShardDirectory.begin, path, request.file, answerer.options.window, _identity(request))
     with ExitStack() as stack:
         if has_launcher():
@@ -74,6 +74,8 @@ def write_shards(request: GenerateJob, answerer: LineAnswerer, lines: InputLines
 
 def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDirectory, int, int]:
     """The first rank makes the directory of shards, the others open it; an error is reported once."""
+    import torch
+
     directory = None
     error = None
     with join_group(torch.device("cpu")) as group:  # no tensors are sent
@@ -97,7 +99,7 @@ def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDi
 
 
 def _open_answer(job: GenerateJob) -> Answer:
-    runs = open_runs(job.runs, job.device, job.threads)
+    runs = open_runs(job.runs, job.device, job.threads, load=False)
     return LineAnswerer(job, runs, *parse_decoding(job.options, job.engine)).shard
 
 

@@ -37,11 +37,12 @@ from regard.convert.vit import IMAGE_PROCESSOR, VIT, image_processor, read_image
 from regard.errors import UserError, as_code, as_markdown, install, plural
 from regard.files import replace_file, update_manifest, write_json
 from regard.model import Model, allocate, on_meta
-from regard.run import CHAT_TEMPLATE, Generation, Run, require_layers, weights_of
+from regard.run import CHAT_TEMPLATE, Generation, Run
 from regard.suggest import closest
 from regard.tasks import BOTH
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
+from regard.weight_files import require_layers, weights_of
 
 FAMILIES = {family.model_type: family for family in (MARIAN, BERT, GPT2, T5, LLAMA, TRANSFO_XL, REFORMER, VIT)}
 RECORD = "converted.json"

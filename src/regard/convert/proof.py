@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from regard.config import Config
 from regard.convert.family import Fields, Json
 from regard.convert.read import GENERATION, TOKEN_KEYS, suppressed_ids
-from regard.decode.constraints import SearchInput
-from regard.decode.engine import TorchEngine
+from regard.decode.search_inputs import SearchInput
+from regard.decode.torch_engine import TorchEngine
 from regard.errors import UserError
 from regard.files import replace_directory
 from regard.model import Model

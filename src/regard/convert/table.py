@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import UserError
-from regard.run import require_shapes
+from regard.weight_files import require_shapes
 
 
 class Transform(NamedTuple):

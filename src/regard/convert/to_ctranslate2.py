@@ -18,8 +18,9 @@ from regard.convert.proof import SHORT_TOKENS, ConversionReport, Proof, require_
 from regard.convert.table import Table, export_weights
 from regard.errors import UserError, missing_extra, plural
 from regard.nn.position import sinusoid
-from regard.run import Run, weights_of
+from regard.run import Run
 from regard.text.tokenizer import Tokenizer
+from regard.weight_files import weights_of
 
 Precision = Literal["fp32", "int8"]
 

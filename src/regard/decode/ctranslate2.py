@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
+from regard.batch import TokenIds
 from regard.convert.to_ctranslate2 import POSITIONS, library, names_of, open_translator, write_model
-from regard.decode.constraints import SearchInput
-from regard.decode.engine import Engine
+from regard.decode.engine import Engine, Scores
 from regard.decode.hypothesis import (
     DecodedIds,
     Hypothesis,
     empty_hypothesis,
-    flag_segmentation,
-    make_hypotheses,
     output_text,
 )
 from regard.decode.request import Options, check_constraints, check_engine
-from regard.decode.search_inputs import UNBOUNDED, Preparer
+from regard.decode.search_inputs import UNBOUNDED, Preparer, SearchInput
+from regard.decode.torch_engine import TorchEngine
 from regard.errors import UserError
 from regard.files import scratch_directory
 from regard.parallel.cores import cores
@@ -31,7 +30,6 @@ from regard.text.codec import Example
 PATIENCE = 1.5
 SCORE_CHANGING = ("sample", "no_repeat_ngram", "repetition_penalty")  # options that change its total scores
 
-Scores = Literal["tokens", "totals", "none"]
 Inputs = dict[int, SearchInput]
 
 
@@ -50,6 +48,8 @@ class CTranslate2Engine(Engine):
     Scores that are not requested are NaN. Total scores need a forced pass only if options change the search scores.
     """
 
+    name = "ctranslate2"
+
     def __init__(
         self,
         run: Run,
@@ -61,6 +61,7 @@ class CTranslate2Engine(Engine):
     ) -> None:
         """`translator` is the loaded model of another engine of the same run, to share it."""
         self.run = run
+        self.runs = [run]
         self.options = options or Options()
         self.scores = scores
         # Computed positions are written as a table of POSITIONS rows; one is needed for the end token.
@@ -86,16 +87,21 @@ class CTranslate2Engine(Engine):
         return cls(runs[0], options, workers, threads or 1, scores)
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        codec = self.run.codec
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
         searched = {i: item for i, item in enumerate(inputs) if not item.flags}
         outputs = self._search_all(searched)
         scores = self._score(searched, outputs)
-        for i, item in searched.items():
-            decoded = [output._replace(token_scores=scores.get((i, output.ids), ())) for output in outputs[i]]
-            results[i] = make_hypotheses(codec, self.run.statistics.limits, self.options, item, decoded)
-        flag_segmentation(codec, results)
+        decoded = [
+            [output._replace(token_scores=scores.get((i, output.ids), ())) for output in outputs[i]] for i in searched
+        ]
+        for i, row in zip(searched, self.finish(list(searched.values()), decoded), strict=True):
+            results[i] = row
         return results
+
+    def force(
+        self, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds]
+    ) -> list[tuple[float, ...] | None]:
+        return TorchEngine(self.runs).force(sources, targets)
 
     def texts(self, sources: Sequence[str]) -> list[list[str]]:
         """The output texts of plain sources, without scores and flags, which take extra time."""

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn.functional import normalize as normalize_length
 
 from regard.batch import TokenIds, by_length, in_parts, pad
-from regard.decode.constraints import SearchInput
 from regard.decode.engine import Engine
 from regard.decode.ensemble import check_numbers
 from regard.decode.hypothesis import Hypothesis, empty_hypothesis, unknown_flags
 from regard.decode.request import Input, Options, Request, changed_options, check_supported
 from regard.decode.search import top_tokens
-from regard.decode.search_inputs import MAX_CHARACTERS, UNBOUNDED, out_of_memory, too_long
+from regard.decode.search_inputs import MAX_CHARACTERS, UNBOUNDED, SearchInput, out_of_memory, too_long
 from regard.errors import UserError
 from regard.notebook import result_cells, table
 from regard.run import Run

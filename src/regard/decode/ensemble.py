@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.batch import TokenIds, pad
-from regard.decode.constraints import SearchInput
+from regard.decode.search_inputs import SearchInput
 from regard.errors import UserError, plural
 from regard.model import Model
 from regard.nn.cache import State

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,92 +12,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.batch import Batch, TokenIds, by_length, collate, in_parts, pad, windows
+from regard.batch import Batch, TokenIds, by_length, collate, in_parts, pad
 from regard.data.objectives import SpanCorruption, TextObjective, TokenMasking, lm_batch
 from regard.data.order import Indices
 from regard.data.plain_text import Stream
 from regard.decode.ensemble import Scorer, check_numbers
-from regard.decode.hypothesis import unknown_flags
-from regard.decode.request import Options
 from regard.decode.search import top_tokens
-from regard.decode.search_inputs import check_ensemble, encode, out_of_memory, position_limits, too_long
-from regard.errors import UserError, plural
+from regard.errors import UserError
 from regard.model import Model
 from regard.nn.attention import Relative
 from regard.nn.primitives import use_matmuls
 from regard.nn.transformer import SegmentMemory, Transformer
-from regard.notebook import result_cells, token_table
 from regard.recipe import Train
 from regard.run import RECIPE, Run, saved_recipe
-from regard.text.codec import Example
 
-Pair = tuple[str, str] | Example
 Numbers = NDArray[np.float64]
 Part = tuple[NDArray[np.integer[Any]], Numbers, Numbers]  # indices of tokens, with nll and correct of each
 MAX_LOGITS = 1 << 22  # in memory at once
 TEXT_BATCH = 4096  # tokens of plain text in a batch
 DEFAULT_CONTEXT = 1024  # for a model that has no position table and was not trained on plain text
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The natural-log probability of a target, in total and per token, including the end token."""
-
-    score: float  # NaN if the pair was not scored
-    tokens: tuple[str, ...]
-    token_scores: tuple[float, ...]
-    flags: dict[str, str] = field(default_factory=dict)  # problems: name -> reason
-
-    def __repr__(self) -> str:
-        return f"Scored({self.score:.3f}, {plural(len(self.tokens), 'token')})"
-
-    def cells(self) -> dict[str, object]:
-        """The row of a table in a notebook."""
-        return result_cells({"score": self.score}, self.tokens, self.token_scores, self.flags)
-
-    def _repr_html_(self) -> str:
-        return token_table(self.tokens, self.token_scores, f"score {self.score:.3f}")
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON shape; flags only if present; the score is null if the pair was not scored."""
-        score = None if math.isnan(self.score) else self.score
-        out: dict[str, Any] = {"score": score, "tokens": list(self.tokens), "token_scores": list(self.token_scores)}
-        return {**out, "flags": dict(self.flags)} if self.flags else out
-
-
-def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | None = None) -> Iterator[Scored]:
-    """Score pairs, in order; several runs form an ensemble. Uses only the options of weights and batching.
-
-    A pair that cannot be scored has a flag. An empty target for an empty source scores 0, as in `generate`. For a
-    language model, the source is a prompt and the target is its continuation, scored with an end token.
-    """
-    runs = [runs] if isinstance(runs, Run) else list(runs)
-    options = options or Options()
-    check_ensemble(runs)
-    codec = runs[0].codec
-    scorer = Scorer([run.model for run in runs], options.weights, packed=[run.packed for run in runs])
-    for window in windows(pairs, options.window):
-        examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in window]
-        sources, targets, flags = _encode(runs, examples, options)
-        fit = [i for i, flag in enumerate(flags) if not flag]
-        scores = force(scorer, [sources[i] for i in fit], [targets[i] for i in fit], options.batch_tokens)
-        scores_by_index = dict(zip(fit, scores, strict=True))
-        for i, (example, target) in enumerate(zip(examples, targets, strict=True)):
-            token_scores = scores_by_index.get(i)
-            if token_scores is None:
-                unfit = out_of_memory("pair", max(map(len, sources[i])) + len(target))
-                yield Scored(math.nan, (), (), flags[i] or unfit)
-            elif not example.source.strip() and len(target) == 1 and not scorer.continues:
-                yield Scored(0.0, (), ())
-            else:
-                unknown = unknown_flags(codec.unknown_tokens(example, sources[i][0], target))
-                yield Scored(sum(token_scores), tuple(codec.target_pieces(target)), token_scores, unknown)
-
-
-def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[str]:
-    """The reason why each pair is too long for a run, or an empty text."""
-    pairs = [example._replace(target=example.target or "") for example in examples]
-    return [flag.get("too_long", "") for flag in _encode([run], pairs, options)[2]]
 
 
 @torch.inference_mode()
@@ -172,32 +103,6 @@ def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenId
     x_BTD = model.hidden(*pad(rows, model.config.ids.pad, model.device))
     pairs = zip(x_BTD, sources, rows, strict=True)
     return torch.cat([x_TD[len(source) - 1 : len(row)] for x_TD, source, row in pairs])
-
-
-def _encode(
-    runs: Sequence[Run], examples: Sequence[Example], options: Options
-) -> tuple[list[tuple[list[int], ...]], list[list[int]], list[dict[str, str]]]:
-    """Tokenise pairs -> ids of the sources (per run), ids of the targets, flags of pairs that cannot be scored."""
-    for example in examples:
-        if example.target is None:
-            raise UserError(f"score: no target for the source {example.source[:40]!r}")
-    sources = list(zip(*(encode(run, examples) for run in runs), strict=True))
-    targets = runs[0].codec.encode_target([example.target or "" for example in examples])
-    longest_source, longest_target = position_limits(runs)
-    most = options.max_source
-    shared = not runs[0].task.seq2seq  # in a language model, source and target share the positions
-    flags = []
-    for example, ids, target in zip(examples, sources, targets, strict=True):
-        first = max(map(len, ids)) - (not shared)
-        second = len(target) - 1
-        if problem := runs[0].codec.features_problem(example):
-            flags.append({"error": problem})
-        elif shared and first + second > longest_target:
-            flags.append(too_long("text", first + second, longest_target, first + second))
-        else:
-            source = too_long("source", first, longest_target if shared else longest_source, most)
-            flags.append(source or too_long("target", second, longest_target, most))
-    return sources, targets, flags
 
 
 class TokenScores(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.data.statistics import MIN_COMPARED, OutputLimits, longest_loop
-from regard.decode.constraints import SearchInput
 from regard.decode.request import Options, Utility
+from regard.decode.search_inputs import SearchInput
 from regard.errors import plural
 from regard.notebook import heat_table, result_cells, token_table
 from regard.text.codec import Codec, shown_token

@@ -29,7 +29,11 @@ Whole = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 MIN_SIMILARITY = 0.75  # above it, an unknown key is taken for a misspelt field
 ANSWER_KEYS = ("hypotheses", "candidates", "label", "probabilities", "flags", "error")  # of JSON output
 Input: TypeAlias = "str | Example | Request"
-EngineName = Literal["torch", "ctranslate2"]
+EngineName = Literal["native", "torch", "ctranslate2"]
+EngineChoice = Literal["auto", "native", "torch", "ctranslate2"]
+ENGINE_HELP = (
+    "auto (default: native if it is installed and supports the options, else torch), native, torch or ctranslate2"
+)
 Show = Callable[[str], str]  # the name of an option as a user writes it: beam, or --beam on a command line
 CONSTRAINTS = ("prefix", "require", "forbid", "stop", "min_length", "max_length", "seed")  # fields of a request
 LENGTH_RATIO = 3  # the default maximum length is LENGTH_RATIO * source + LENGTH_EXTRA
@@ -115,7 +119,7 @@ class Options(Value):
     batch_tokens: Count = option(8192, "Padded source tokens times hypotheses in a batch.")
     window: Count = option(4096, "Lines read ahead and sorted by length.")
     precision: Precision = option(
-        "fp32", "bf16: faster on processors that support it, less exact scores. int8: engine ctranslate2 only."
+        "fp32", "bf16 (engine torch, some processors) or int8 (engines native, ctranslate2): faster, less exact."
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -317,6 +321,19 @@ class EngineSupport:
 
 
 ENGINES: Mapping[EngineName, EngineSupport] = {
+    "native": EngineSupport(
+        options=frozenset(
+            {"beam", "nbest", "mbr", "utility", "length_penalty", "exact", "prefix", "min_length", "max_length"}
+            | {"min_ratio", "max_ratio", "no_repeat_ngram", "repetition_penalty", "unknown"}
+            | {"max_source", "batch_tokens", "window", "precision"}
+        ),
+        constraints=frozenset({"prefix", "min_length", "max_length"}),
+        precisions=("fp32", "int8"),
+        devices=("cpu",),
+        ensembles=False,
+        streaming=False,
+        seeded_lines=True,
+    ),
     "torch": EngineSupport(
         options=frozenset(Options.model_fields),
         constraints=frozenset(CONSTRAINTS),
@@ -349,7 +366,7 @@ def changed_options(options: Options) -> list[str]:
 
 
 def check_engine(
-    engine: EngineName,
+    engine: EngineChoice,
     options: Options,
     *,
     runs: int = 1,
@@ -359,9 +376,16 @@ def check_engine(
     shards: bool = False,
     show: Show = str,
 ) -> None:
-    """Raise a UserError for the first setting that an engine does not support."""
+    """Raise a UserError for the first setting that an engine does not support; `auto` is native or torch."""
+    if engine == "auto":
+        settings: dict[str, Any] = {"runs": runs, "device": device, "workers": workers, "stream": stream}
+        try:
+            check_engine("native", options, shards=shards, show=show, **settings)
+        except UserError:
+            check_engine("torch", options, shards=shards, show=show, **settings)
+        return
     support = ENGINES[engine]
-    others = f"use the engine {' or '.join(name for name in ENGINES if name != engine)}"
+    others = "use the engine torch"
     if options.precision not in support.precisions:
         engines = [name for name in ENGINES if options.precision in ENGINES[name].precisions]
         raise UserError(
@@ -370,7 +394,10 @@ def check_engine(
         )
     for name in changed_options(options):
         if name not in support.options:
-            raise UserError(f"{show(name)}: the engine {engine} cannot do this; leave it out, or {others}")
+            engines = " or ".join(other for other in ENGINES if name in ENGINES[other].options)
+            raise UserError(
+                f"{show(name)}: the engine {engine} cannot do this; leave it out, or use the engine {engines}"
+            )
     sampling = options.sample and not support.seeded_lines
     for problem, name, reason in (
         (runs > 1 and not support.ensembles, "ensemble", "decodes with one run"),
@@ -388,7 +415,7 @@ def check_constraints(engine: EngineName, constraints: Collection[str]) -> None:
     if unsupported := [name for name in constraints if name not in ENGINES[engine].constraints]:
         raise UserError(
             f"{', '.join(unsupported)}: the engine {engine} cannot do this for a single line; leave it out, or use"
-            f" the engine {' or '.join(name for name in ENGINES if name != engine)}"
+            f" the engine {' or '.join(name for name in ENGINES if ENGINES[name].constraints >= {*unsupported})}"
         )
 
 

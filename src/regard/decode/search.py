@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from regard.decode.alignment import Coverage
-from regard.decode.constraints import Length, NoRepeat, PhraseConstraint, Prefix, Repetition, Rule, SearchInput, steer
+from regard.decode.constraints import Length, NoRepeat, PhraseConstraint, Prefix, Repetition, Rule, steer
 from regard.decode.ensemble import Scorer, States
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.request import Options
+from regard.decode.search_inputs import SearchInput
 
 Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, original row numbers -> tokens (N,)
 MIN_TEMPERATURE = 1e-30  # lower ones underflow to zero in single precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from unicodedata import normalize
@@ -14,13 +14,12 @@ import numpy as np
 
 from regard.batch import by_length
 from regard.config import Config
-from regard.decode.constraints import (
+from regard.decode.phrases import (
     BOUNDARY,
     NEVER,
     Letters,
     Phrases,
     PhraseTexts,
-    SearchInput,
     Speller,
     is_combining,
     make_phrases,
@@ -39,6 +38,25 @@ MAX_STAGES = 48  # stages of progress towards required phrases that a beam keeps
 MAX_CACHED_PHRASES = 256  # automata, which inputs with the same phrases share
 TABLE_PER_TOKEN = 4096  # entries of an automaton that take as much of a batch as a source token
 UNBOUNDED = 10**9  # positions of a model without a position table
+
+
+@dataclass(frozen=True)
+class SearchInput:
+    """A source to decode, in token ids. An input with flags is not decoded; its output is empty."""
+
+    sources: tuple[Sequence[int], ...]  # per run, with end token; for a language model the prompt, never empty
+    limit: int = 0  # most output tokens, the end token not counted
+    minimum: int = 0  # fewest output tokens
+    prefix: tuple[int, ...] = ()
+    not_after_prefix: tuple[int, ...] = ()  # tokens that would change the last character of the prefix
+    texts: PhraseTexts = PhraseTexts()  # noqa: RUF009  immutable
+    phrases: Phrases | None = None  # the automaton of the texts
+    stages: int = 0  # of progress until all required phrases are met
+    key: int = 0  # of its random numbers, together with the seed
+    seed: int | None = None  # None: the seed of the options
+    open_end: bool = False  # a continuation, which stops at its limit without an end token
+    unknown: tuple[str, ...] = ()  # tokens and features of the source outside the vocabulary
+    flags: dict[str, str] = field(default_factory=dict)  # name -> reason
 
 
 # The latest automata of all preparers, with at most MAX_TABLE entries together.

@@ -14,11 +14,19 @@ from regard.config import Count
 from regard.data.images import read_images
 from regard.data.plain_text import TokenizedText, read_pieces, tokenize_text
 from regard.data.reader import TOO_LONG, LineCounter, Source
-from regard.decode.encoder_only import classify, classify_images
-from regard.decode.engine import Engine, TorchEngine
-from regard.decode.forced import overlong, score, score_text, scoring_context
+from regard.decode.engine import Engine
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.request import EngineName, Options, OptionSettings, PhraseList, Request, Whole, check_supported
+from regard.decode.request import (
+    ENGINE_HELP,
+    EngineChoice,
+    Options,
+    OptionSettings,
+    PhraseList,
+    Request,
+    Whole,
+    check_supported,
+)
+from regard.decode.scoring import Scored, overlong, score_pairs
 from regard.errors import UserError, plural
 from regard.evaluate.confusions import Confusion, Unit, count_confusions
 from regard.evaluate.test_data import ParallelData, ParallelFiles, UnknownParts
@@ -205,7 +213,7 @@ class EvaluationOptions(MetricSettings):
     )
     context: Whole | None = option(None, "Tokens of plain text at a time. (default: as in training)")
     memory: Count | None = option(None, "Tokens of segment memory for plain text. (default: as in training)")
-    engine: EngineName | None = option(None, "torch (default), or ctranslate2, faster on CPUs.")
+    engine: EngineChoice | None = option(None, ENGINE_HELP)
     strict: bool = option(False, "Stop at the first bad line instead of skipping it.")
 
     @property
@@ -224,7 +232,7 @@ class EvaluationSettings(OptionSettings, total=False):
     confusions: Whole | None
     context: Whole | None
     memory: Count | None
-    engine: EngineName | None
+    engine: EngineChoice | None
     strict: bool
 
 
@@ -238,13 +246,16 @@ def evaluate(
     skip: Skip = lambda index, reason: None,
 ) -> Evaluation:
     """Decode the sources and compare with the targets; `skip` is called for pairs that are too long for a run."""
+    from regard.decode.torch_engine import TorchEngine
+
     systems = [System([each], options or Options()) for each in (run, against) if each is not None]
     inputs = [Request(example.source, example.features) for example in examples]
     data = ParallelData(inputs, [(example.target or "",) for example in examples])
     indices = usable(len(inputs), too_long(systems, data), skip)
     if not indices:
         raise UserError("there is nothing to evaluate: no pair is usable")
-    return evaluate_pairs(systems, data.part(indices), EvaluationOptions(metrics=tuple(metrics), bootstrap=samples))
+    settings = EvaluationOptions(metrics=tuple(metrics), bootstrap=samples)
+    return evaluate_pairs(systems, data.part(indices), settings, TorchEngine)
 
 
 def too_long(systems: Sequence[System], data: ParallelData) -> list[list[str]]:
@@ -253,7 +264,7 @@ def too_long(systems: Sequence[System], data: ParallelData) -> list[list[str]]:
 
 
 def evaluate_pairs(
-    systems: Sequence[System], data: ParallelData, options: EvaluationOptions, open_engine: OpenEngine = TorchEngine
+    systems: Sequence[System], data: ParallelData, options: EvaluationOptions, open_engine: OpenEngine
 ) -> Evaluation:
     """Decode the inputs and compare with the references; a second system is compared with the first."""
     run = next(iter(systems[0].runs), None)
@@ -286,12 +297,14 @@ def _outputs(
     if not system.runs:
         return Outputs(list(system.texts), data.references, settings=settings)
     best: list[Hypothesis] = []
-    if set(names) - {"perplexity"}:
-        with open_engine(system.runs, system.options) as engine:
+    scored: list[Scored] = []
+    with open_engine(system.runs, system.options) as engine:
+        if set(names) - {"perplexity"}:
             for window in windows(data.inputs, system.options.window):  # as in `regard generate`: the same outputs
                 best += [hypotheses[0] for hypotheses in engine(window)]
-    flags = {i: reason for i, h in enumerate(best) for name, reason in h.flags.items() if name in EMPTY_FLAGS}
-    scored = list(score(system.runs, data.examples, system.options)) if "perplexity" in names else []
+        flags = {i: reason for i, h in enumerate(best) for name, reason in h.flags.items() if name in EMPTY_FLAGS}
+        if "perplexity" in names:
+            scored += score_pairs(system.runs, data.examples, system.options, engine.force)
     if unfit := next((item.flags["out_of_memory"] for item in scored if "out_of_memory" in item.flags), None):
         raise UserError(f"perplexity: {unfit}")
     texts = [hypothesis.text for hypothesis in best]
@@ -304,6 +317,8 @@ def judge_text(run: Run, text: TokenizedText, context: int | None = None, memory
     """Score the tokens of a text, or the masked tokens, depending on the task."""
     if memory is not None and not run.config.has_memory:
         raise UserError(f"memory: {run.path} has no memory of earlier segments (decoder.memory is 0)")
+    from regard.decode.forced import score_text, scoring_context
+
     scores = score_text(run, text.ids, scoring_context(run, context), memory)
     lines = np.repeat(np.arange(len(text.tokens)), text.tokens)
     nll, correct, predicted = (np.bincount(lines, x, len(text.tokens)) for x in scores)
@@ -334,7 +349,7 @@ class EvaluationRequest:
     against: Run | str | None = None  # a run or ready outputs
     references: Sequence[str] = ()  # in addition to those of the table
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    open_engine: OpenEngine = TorchEngine
+    open_engine: OpenEngine
 
     def check(self, option: Callable[[str], str] = str) -> Reads:
         """Check that the options apply to the task -> what the task reads; `option` is how an option is written."""
@@ -484,6 +499,8 @@ def _empty_outputs(outputs: Outputs | None, data: ParallelData) -> list[str]:
 
 
 def _evaluate_labelled(job: _Job) -> Evaluation:
+    from regard.decode.encoder_only import classify
+
     check_metrics(job.options.metrics, job.runs[0].task.evaluation)
     data = job.read()
     labels = []
@@ -505,6 +522,8 @@ def _evaluate_labelled(job: _Job) -> Evaluation:
 
 
 def _evaluate_images(job: _Job) -> Evaluation:
+    from regard.decode.encoder_only import classify_images
+
     check_metrics(job.options.metrics, job.runs[0].task.evaluation)
     images_NCHW, labels = read_images(job.source.paths[0])
     results = [Outputs([each.label for each in classify_images(run, images_NCHW)], labels) for run in job.runs]

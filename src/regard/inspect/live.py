@@ -19,9 +19,9 @@ import torch
 
 from regard.convert.proof import ConversionReport, Proof
 from regard.decode.alignment import load_heads
-from regard.decode.engine import TorchEngine
 from regard.decode.request import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, Options, Request
 from regard.decode.search_inputs import UNBOUNDED, position_limits
+from regard.decode.torch_engine import TorchEngine
 from regard.errors import UserError, missing_extra, plural
 from regard.files import replace_file
 from regard.inspect.page import bundle, render_page
@@ -215,7 +215,7 @@ def with_weights(run: Run, stored: dict[str, torch.Tensor]) -> Run:
     """The run with these weights, on the CPU."""
     model = Model(run.config).eval()
     model.load_state_dict(stored, strict=False)  # a shared tensor is stored under one of its names
-    return replace(run, model=model)
+    return replace(run, weights=model)
 
 
 def require_script_engine() -> Any:

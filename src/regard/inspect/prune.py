@@ -260,7 +260,7 @@ def prune_closed_gates(path: Path, backup: Path) -> str:
         for name in PRUNED_FILES:
             _copy(path / name, backup / name)
         small = prune_heads(run.model, removed)
-        replace(run, config=small.config, model=small).save(path)
+        replace(run, config=small.config, weights=small).save(path)
     return f"heads: the gates of {count} of {count_heads(run.model)} closed in training; these heads are pruned"
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from regard.decode.alignment import MAX_HEADS, MIN_MERIT, alignment_quality, best_heads, load_heads
-from regard.decode.engine import TorchEngine
 from regard.decode.request import HeadIndex, Options, Request
 from regard.decode.search import NBEST_GROWTH
+from regard.decode.torch_engine import TorchEngine
 from regard.errors import UserError, plural
 from regard.inspect import heads as head_statistics, logit_lens, page, walk
 from regard.inspect.inputs import CLASS_TOKEN, NOTE_TEXTS, ImageInput, InspectionInput, Note, image_input, text_input

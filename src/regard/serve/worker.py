@@ -22,8 +22,8 @@ from pydantic_core import from_json
 from regard.answers import EMBED_TOKENS, Answerer, Result, generation_json, label_json, score_json, truncation
 from regard.decode.ctranslate2 import CTranslate2Engine
 from regard.decode.encoder_only import MaskFiller
-from regard.decode.engine import TorchEngine
 from regard.decode.request import CONSTRAINTS, ENGINES, EngineName, Options, Precision, Request
+from regard.decode.torch_engine import TorchEngine
 from regard.device import release_memory
 from regard.errors import UserError
 from regard.inspect.trace import Trace

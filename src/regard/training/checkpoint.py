@@ -23,9 +23,10 @@ from regard.data.prepare import DAMAGED
 from regard.errors import UserError
 from regard.files import read_json, remove, replace_directory, require_unchanged, rewriting, update_manifest, write_json
 from regard.nn.adapters import fold_gates, merge_adapters
-from regard.run import WEIGHTS, save_weights, weights_of, write_tensors
+from regard.run import WEIGHTS
 from regard.training.data_parallel import load_shards, local, save_shards, saved_names, whole_weights
 from regard.training.step import Stepper
+from regard.weight_files import save_weights, weights_of, write_tensors
 
 TRAINING = "training"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

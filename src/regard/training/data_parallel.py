@@ -24,7 +24,7 @@ from regard.model import Model, allocate
 from regard.nn.block import Block
 from regard.nn.reversible import ReversibleBlock
 from regard.parallel.ranks import ProcessGroup
-from regard.run import weights_of
+from regard.weight_files import weights_of
 
 Tensors = dict[str, Tensor]
 

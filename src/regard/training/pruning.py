@@ -21,8 +21,8 @@ from regard.batch import Batch, collate
 from regard.data.images import LabelledImages
 from regard.data.order import Batches
 from regard.decode.alignment import load_heads, save_heads
-from regard.decode.engine import TorchEngine
 from regard.decode.request import Options
+from regard.decode.torch_engine import TorchEngine
 from regard.errors import UserError, plural
 from regard.evaluate.evaluator import default_metrics, evaluate
 from regard.files import write_json
@@ -254,7 +254,7 @@ def prune(
     curve = quality_curve(model, valid, order)
     before = take_snapshot(run, held_out, valid)
     small = prune_heads(model, removed)
-    smaller = replace(run, config=small.config, model=small)
+    smaller = replace(run, config=small.config, weights=small)
     pruned = after = take_snapshot(smaller, held_out, valid)
     if steps:
         notify(f"tuning for {plural(steps, 'step')}")

@@ -23,8 +23,8 @@ from regard.nn.primitives import MaskPool, bf16_matmuls, use_matmuls, use_pool
 from regard.nn.transformer import Transformer
 from regard.parallel.ranks import ProcessGroup
 from regard.recipe import Train
-from regard.run import weights_of
 from regard.training.data_parallel import Blueprint, broadcast_weights, distribute, local, shard, whole
+from regard.weight_files import weights_of
 
 MAX_RANKS = 4096  # a step reserves one random seed per rank
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from regard.data.plain_text import Stream
 from regard.data.prepare import DataFile, Prepared
 from regard.data.tables import expand
-from regard.decode.engine import generate
 from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis
 from regard.decode.request import Options
+from regard.decode.torch_engine import generate
 from regard.errors import as_code, as_markdown, plural
 from regard.files import replace_file
 from regard.metrics import LOWER_IS_BETTER, MEANING

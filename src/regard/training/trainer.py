@@ -16,13 +16,13 @@ from regard.errors import UserError
 from regard.metrics import LOWER_IS_BETTER
 from regard.model import Model
 from regard.parallel.ranks import STOP_SIGNALS, ProcessGroup, is_lost_connection
-from regard.run import mean_weights
 from regard.training.checkpoint import Best, CheckpointManager, Progress, Scores, Tensors, Window
 from regard.training.directory import New, Resumed
 from regard.training.log import LOG, Log
 from regard.training.plan import Budget
 from regard.training.report import Event, Reporter
 from regard.training.step import Stepper, learning_rate
+from regard.weight_files import mean_weights
 
 CHECKPOINT_SECONDS = 120.0
 SAVING_SHARE = 1 / 20  # maximum share of the time

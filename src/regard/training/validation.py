@@ -19,8 +19,8 @@ from regard.data.order import Batches, Indices
 from regard.data.plain_text import Stream
 from regard.data.prepare import Prepared
 from regard.data.store import Corpus
-from regard.decode.engine import generate
 from regard.decode.request import Options
+from regard.decode.torch_engine import generate
 from regard.errors import UserError, plural
 from regard.loss import Loss, Objective, join_memories, memory_rows
 from regard.metrics import measure

@@ -9,17 +9,19 @@ import torch
 
 from regard.config import Config
 from regard.errors import UserError, plural
+from regard.files import open_weights
 from regard.inspect.prune import gate_heads
 from regard.model import Model, on_meta
 from regard.nn.adapters import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train
-from regard.run import WEIGHTS, RunConfig, list_differences, open_weights, read_config, require_saved, weights_of
+from regard.run import WEIGHTS, RunConfig, read_config, require_saved
 from regard.suggest import closest
 from regard.tasks import TASKS, infer_task
 from regard.text.codec import Codec
 from regard.text.learn import BaseText
 from regard.training.directory import New, Resumed
 from regard.training.report import Reporter
+from regard.weight_files import list_differences, weights_of
 
 VOCABULARY_WEIGHTS = ("source_embedding.weight", "target_embedding.weight", "output.weight", "output.bias")
 
