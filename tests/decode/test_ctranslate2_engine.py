@@ -280,7 +280,7 @@ def test_every_option_is_supported_or_refused(run):
         CTranslate2Engine(run)([Request("abc", stop=("a",))])
     with pytest.raises(UserError, match="seed: the engine ctranslate2"):
         CTranslate2Engine(run, Options(sample=True))([Request("abc", seed=3)])
-    with pytest.raises(UserError, match=r"precision: int8: goes with the engine native or ctranslate2.*allowed: fp32, bf16"):
+    with pytest.raises(UserError, match=r"int8: goes with the engine native or ctranslate2.*allowed: fp32, bf16"):
         TorchEngine(run, Options(precision="int8"))
 
 
@@ -307,7 +307,10 @@ def test_command_line_gives_the_output_of_the_torch_engine(toy):
     lines = (toy / "test.tsv").read_text() + "\n" + "a\tb\tc\td\n" + "a" * 70 + "\n"
     command = ["generate", toy / "run", "-", "--max-source", 60]
     for options in (["--beam", 2, "--nbest", 2], ["--json"], ["--beam", 3], []):
-        ours, theirs = (call(*command, *options, *engine, stdin=lines) for engine in ([], ["--engine", "ctranslate2"]))
+        ours, theirs = (
+            call(*command, *options, *engine, stdin=lines)
+            for engine in (["--engine", "torch"], ["--engine", "ctranslate2"])
+        )
         assert theirs.code == 0 and ours.err == theirs.err and len(ours.lines) == len(theirs.lines)
         best: dict[str, bool] = {}  # per input: whether the best outputs are equal
         for a, b in zip(ours.lines, theirs.lines, strict=True):
@@ -338,7 +341,7 @@ def test_command_line_gives_the_output_of_the_torch_engine(toy):
         (["--engine", "ctranslate2", "--ensemble", toy / "run"], "ensemble: the engine"),
         (["--engine", "ctranslate2", "--device", "cuda"], "no CUDA GPU"),
         (["--engine", "ctranslate2", "--sample", "--workers", 2], "workers"),
-        (["--precision", "int8"], "engine ctranslate2"),
+        (["--precision", "int8", "--engine", "torch"], "ctranslate2, not with torch"),
     ):
         result = call(*command, *arguments, stdin="a\n")
         assert result.code == 2 and message in result.err and not result.out, arguments

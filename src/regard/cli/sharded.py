@@ -50,7 +50,8 @@ def check_output(job: GenerateJob, out: str | None, ray: str | None, stream: boo
 def write_shards(request: GenerateJob, answerer: LineAnswerer, lines: InputLines, out: str, ray: str | None) -> None:
     """Write the missing shards of a job's output, and add the counts of all lines to `lines`."""
     path = Path(out).resolve()
-    request = replace(request, engine=answerer.engine.name)  # the same on all machines, and after a restart
+    if "generate" in answerer.run.task.answers:
+        request = replace(request, engine=answerer.engine.name)  # the same on all machines, and after a restart
     begin = partial(ShardDirectory.begin, path, request.file, answerer.options.window, _identity(request))
     with ExitStack() as stack:
         if has_launcher():

@@ -36,7 +36,11 @@ class Engine(AbstractContextManager["Engine"]):
     options: Options
     preparer: Preparer
     name: EngineName = "torch"
-    streams = False  # whether `steps` decodes token by token
+
+    @property
+    def streams(self) -> bool:
+        """Whether `steps` decodes token by token."""
+        return False
 
     def prepare(self, inputs: Sequence[Input]) -> list[SearchInput]:
         """One search input per request; an input with `flags` is not decoded."""

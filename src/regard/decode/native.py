@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from regard.batch import TokenIds, in_parts
-from regard.decode.engine import Engine
+from regard.decode.engine import Engine, TopIds
 from regard.decode.hypothesis import DecodedIds, Hypothesis, empty_hypothesis
 from regard.decode.request import Options, check_constraints, check_engine
 from regard.decode.search_inputs import Preparer, SearchInput, out_of_memory
@@ -90,8 +90,11 @@ class NativeEngine(Engine):
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
         order = [i for i, item in enumerate(inputs) if not item.flags and item.phrases is None]
         others = [i for i, item in enumerate(inputs) if not item.flags and item.phrases is not None]
-        for i, row in zip(others, self._decode_others([inputs[i] for i in others]), strict=True):
-            results[i] = row
+        if others:
+            if not self._fallback:
+                check_constraints("native", ("require", "forbid", "stop"))
+            for i, row in zip(others, self._others().decode([inputs[i] for i in others]), strict=True):
+                results[i] = row
         order.sort(key=lambda i: (-len(inputs[i].sources[0]), i))  # sources of similar length are encoded together
         batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
         searched = [i for batch in batches for i in batch]
@@ -106,17 +109,20 @@ class NativeEngine(Engine):
             results[i] = row
         return results
 
-    def _decode_others(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        """The outputs of inputs with phrases, by torch."""
-        if not inputs:
-            return []
-        if not self._fallback:
-            check_constraints("native", ("require", "forbid", "stop"))
+    @property
+    def streams(self) -> bool:
+        return self._fallback
+
+    def steps(self, item: SearchInput) -> Iterator[tuple[int, float, TopIds]]:
+        return self._others().steps(item)
+
+    def _others(self) -> Engine:
+        """The torch engine, which decodes what this engine cannot."""
         if self._torch is None:
             from regard.decode.torch_engine import TorchEngine
 
             self._torch = TorchEngine(self.runs, self.options)
-        return self._torch.decode(inputs)
+        return self._torch
 
     def force(
         self, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds]

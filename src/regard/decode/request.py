@@ -394,10 +394,8 @@ def check_engine(
         )
     for name in changed_options(options):
         if name not in support.options:
-            engines = " or ".join(other for other in ENGINES if name in ENGINES[other].options)
-            raise UserError(
-                f"{show(name)}: the engine {engine} cannot do this; leave it out, or use the engine {engines}"
-            )
+            able = " or ".join(other for other in ENGINES if name in ENGINES[other].options)
+            raise UserError(f"{show(name)}: the engine {engine} cannot do this; leave it out, or use the engine {able}")
     sampling = options.sample and not support.seeded_lines
     for problem, name, reason in (
         (runs > 1 and not support.ensembles, "ensemble", "decodes with one run"),

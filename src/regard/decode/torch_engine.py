@@ -40,8 +40,6 @@ FORK_SECONDS = 0.1  # until a forked child starts to decode
 class TorchEngine(Engine):
     """One run or an ensemble, decoded by our own search with torch."""
 
-    streams = True
-
     def __init__(self, runs: Run | Sequence[Run], options: Options | None = None) -> None:
         self.options = options or Options()
         check_engine("torch", self.options)
@@ -50,6 +48,10 @@ class TorchEngine(Engine):
         models = [run.model for run in self.runs]
         packed = [run.layouts.setdefault("torch", PackedWeights()) for run in self.runs]
         self.scorer = Scorer(models, self.options.weights, self.preparer.blocked, self.options.precision, packed)
+
+    @property
+    def streams(self) -> bool:
+        return True
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
