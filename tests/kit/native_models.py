@@ -12,12 +12,8 @@ from regard_native.core import Core
 from regard_native.pack import Description
 
 from regard.config import Config, Stack
-<<<<<<< HEAD
 from regard.decode.phrases import Phrases, PhraseTexts, Spelling, make_phrases
 from regard.decode.search_inputs import SearchInput
-=======
-from regard.decode.search_inputs import SearchInput
->>>>>>> 9b14cd5 (Engines: auto chooses the native engine where it can answer; generate, score and evaluate then import no torch)
 from regard.model import Model
 from regard.weight_files import weights_of
 
