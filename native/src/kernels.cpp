@@ -350,113 +350,160 @@ void add(real* x, const real* y, size_t count) {
 
 // Attention ----------------------------------------------------------------------------------------------------------
 
+// Several heads are computed in turn, so that their operations do not wait for each other.
+
 // Scores of whole blocks -> weights, whose sum is 1. Other keys than those of the query have the weight 0; without a
 // visible key all weights are 0.
-inline void softmax_keys(const Query& query, real* weights) {
-  const int first_block = query.first / LANES, end_block = (query.end + LANES - 1) / LANES;
-  Vector top = splat(LOWEST);
-  for (int b = first_block; b < end_block; b++) {
-    const int start = b * LANES;
-    Vector score = load(weights + start);
-    if (query.bias) score = score + load(query.bias + start);
-    if (query.first > start || query.end < start + LANES)
-      score = keep_lanes(score, query.first - start, query.end - start, LOWEST);
-    store(weights + start, score);
-    top = larger(top, score);
+template <int HEADS>
+inline void softmax_keys(const Query* query, real* weights, int stride) {
+  const int first = query->first, end = query->end;
+  const int first_block = first / LANES, end_block = (end + LANES - 1) / LANES;
+  Vector top[HEADS], total[HEADS], inverse[HEADS];
+  for (int h = 0; h < HEADS; h++) top[h] = splat(LOWEST);
+  for (int b = first_block; b < end_block; b++)
+    for (int h = 0; h < HEADS; h++) {
+      real* block = weights + h * stride + b * LANES;
+      Vector score = load(block);
+      if (query[h].bias) score = score + load(query[h].bias + b * LANES);
+      score = keep_lanes(score, first - b * LANES, end - b * LANES, splat(LOWEST));
+      store(block, score);
+      top[h] = larger(top[h], score);
+    }
+  for (int h = 0; h < HEADS; h++) {
+    const real most = maximum(top[h]);
+    top[h] = splat(most > LOWEST ? most : 0);
+    total[h] = splat(0);
   }
-  const real most = maximum(top);
-  const Vector highest = splat(most > LOWEST ? most : 0);
-  Vector total = splat(0);
-  for (int b = first_block; b < end_block; b++) {
-    Vector weight = exp(load(weights + b * LANES) - highest);
-    store(weights + b * LANES, weight);
-    total = total + weight;
+  for (int b = first_block; b < end_block; b++)
+    for (int h = 0; h < HEADS; h++) {
+      real* block = weights + h * stride + b * LANES;
+      const Vector weight = exp(load(block) - top[h]);
+      store(block, weight);
+      total[h] = total[h] + weight;
+    }
+  for (int h = 0; h < HEADS; h++) {
+    const real all = sum(total[h]);
+    inverse[h] = splat(all > 0 ? real(1) / all : 0);
   }
-  const Vector inverse = splat(most > LOWEST ? real(1) / sum(total) : 0);
-  for (int b = first_block; b < end_block; b++) {
-    Vector weight = load(weights + b * LANES) * inverse;
-    store(weights + b * LANES, query.factor ? weight * load(query.factor + b * LANES) : weight);
-  }
+  for (int b = first_block; b < end_block; b++)
+    for (int h = 0; h < HEADS; h++) {
+      real* block = weights + h * stride + b * LANES;
+      const Vector weight = load(block) * inverse[h];
+      store(block, query[h].factor ? weight * load(query[h].factor + b * LANES) : weight);
+    }
 }
 
 // Scores of 16 keys.
-inline Vector score_block(const Query& query, const real* keys, int width) {
-  const real* q = query.query;
-  Vector part[4] = {splat(0), splat(0), splat(0), splat(0)};
-  if (query.v) {
+template <int HEADS>
+inline void score_block(const Query* query, const real* const* keys, int width, real* scores, int stride) {
+  Vector part[HEADS][4];
+  for (int h = 0; h < HEADS; h++)
+    for (int i = 0; i < 4; i++) part[h][i] = splat(0);
+  if (query->v) {
     for (int e = 0; e < width; e++)
-      part[0] = part[0] + tanh(load(keys + e * LANES) + splat(q[e])) * splat(query.v[e]);
-    return part[0];
+      part[0][0] = part[0][0] + tanh(load(keys[0] + e * LANES) + splat(query->query[e])) * splat(query->v[e]);
+    return store(scores, part[0][0]);
   }
   int e = 0;
   for (; e + 4 <= width; e += 4)
-    for (int i = 0; i < 4; i++) part[i] = part[i] + load(keys + (e + i) * LANES) * splat(q[e + i]);
-  for (; e < width; e++) part[0] = part[0] + load(keys + e * LANES) * splat(q[e]);
-  return ((part[0] + part[1]) + (part[2] + part[3])) * splat(query.scale);
+    for (int h = 0; h < HEADS; h++)
+      for (int i = 0; i < 4; i++)
+        part[h][i] = part[h][i] + load(keys[h] + (e + i) * LANES) * splat(query[h].query[e + i]);
+  for (; e < width; e++)
+    for (int h = 0; h < HEADS; h++)
+      part[h][0] = part[h][0] + load(keys[h] + e * LANES) * splat(query[h].query[e]);
+  for (int h = 0; h < HEADS; h++)
+    store(scores + h * stride, ((part[h][0] + part[h][1]) + (part[h][2] + part[h][3])) * splat(query->scale));
 }
 
-// Add up values times weights, in order; VECTORS of 16 lanes at a time stay in registers.
-template <int VECTORS, typename Value>
-inline void mix_values(const real* weights, int first, int end, const Value& value, real* out) {
-  Vector mixed[VECTORS];
-  for (int i = 0; i < VECTORS; i++) mixed[i] = load(out + i * LANES);
-  for (int s = first; s < end; s++) {
-    const real* row = value(s);
-    for (int i = 0; i < VECTORS; i++) mixed[i] = mixed[i] + load(row + i * LANES) * splat(weights[s]);
+// Sums of values times weights, in order; `value` gives the first value of a key in a head.
+template <int HEADS, int VECTORS, typename Value>
+inline void mix_vectors(const real* weights, int stride, int first, int end, const Value& value, int width, real* out) {
+  Vector mixed[HEADS][VECTORS];
+  for (int h = 0; h < HEADS; h++)
+    for (int i = 0; i < VECTORS; i++) mixed[h][i] = splat(0);
+  for (int s = first; s < end; s++)
+    for (int h = 0; h < HEADS; h++) {
+      const real* row = value(h, s);
+      const Vector weight = splat(weights[h * stride + s]);
+      for (int i = 0; i < VECTORS; i++) mixed[h][i] = mixed[h][i] + load(row + i * LANES) * weight;
+    }
+  for (int h = 0; h < HEADS; h++)
+    for (int i = 0; i < VECTORS; i++) store(out + h * width + i * LANES, mixed[h][i]);
+}
+
+template <int HEADS, typename Value>
+inline void mix(const Query* query, const real* weights, int stride, const Value& value, int width, real* out) {
+  const int first = query->first, end = query->end;
+  switch (padded(width) / LANES) {
+    case 1: return mix_vectors<HEADS, 1>(weights, stride, first, end, value, width, out);
+    case 2: return mix_vectors<HEADS, 2>(weights, stride, first, end, value, width, out);
+    case 3: return mix_vectors<HEADS, 3>(weights, stride, first, end, value, width, out);
+    case 4: return mix_vectors<HEADS, 4>(weights, stride, first, end, value, width, out);
   }
-  for (int i = 0; i < VECTORS; i++) store(out + i * LANES, mixed[i]);
+  for (int h = 0; h < HEADS; h++)
+    for (int i = 0; i < width; i += LANES) {
+      auto part = [&](int, int s) { return value(h, s) + i; };
+      mix_vectors<1, 1>(weights + h * stride, stride, first, end, part, width, out + h * width + i);
+    }
 }
 
-template <typename Value>
-inline void mix(const real* weights, int first, int end, int width, const Value& value, real* out) {
-  switch (width / LANES) {
-    case 1: return mix_values<1>(weights, first, end, value, out);
-    case 2: return mix_values<2>(weights, first, end, value, out);
-    case 3: return mix_values<3>(weights, first, end, value, out);
-    case 4: return mix_values<4>(weights, first, end, value, out);
-  }
-  for (int i = 0; i < width; i += LANES)
-    mix_values<1>(weights, first, end, [&](int s) { return value(s) + i; }, out + i);
-}
-
-void attend_source(const Query& query, const Source& head, real* weights, real* out) {
-  const int value_stride = padded(head.value_width);
-  for (int i = 0; i < value_stride; i += LANES) store(out + i, splat(0));
-  if (query.first >= query.end) return;
-  const int first_block = query.first / LANES, end_block = (query.end + LANES - 1) / LANES;
+template <int HEADS>
+inline void attend_heads(const Query* query, const Source* head, real* weights, int stride, real* out) {
+  const int first_block = query->first / LANES, end_block = (query->end + LANES - 1) / LANES;
+  const int width = head->width, value_stride = padded(head->value_width);
   for (int b = first_block; b < end_block; b++) {
-    const real* keys = head.blocks[b] + head.offset;
-    store(weights + b * LANES, query.scores ? load(query.scores + b * LANES) : score_block(query, keys, head.width));
-  }
-  softmax_keys(query, weights);
-  for (int b = first_block; b < end_block; b++) {
-    const real* values = head.blocks[b] + head.offset + head.width * LANES;
-    const int from = b * LANES < query.first ? query.first - b * LANES : 0;
-    const int to = query.end - b * LANES < LANES ? query.end - b * LANES : LANES;
-    mix(weights + b * LANES, from, to, value_stride, [&](int s) { return values + s * value_stride; }, out);
-  }
-}
-
-void attend_path(const Query& query, const Path& head, real* weights, real* out) {
-  const int key_stride = padded(head.width), value_stride = padded(head.value_width);
-  for (int s = query.first; s < query.end; s++) {
-    const real* key = head.nodes + size_t(head.tokens[s]) * head.stride;
-    if (query.scores) {
-      weights[s] = query.scores[s];
+    if (query->scores) {
+      store(weights + b * LANES, load(query->scores + b * LANES));
       continue;
     }
-    Vector total = splat(0);
-    for (int e = 0; e < key_stride; e += LANES) {
-      Vector k = load(key + e), q = load(query.query + e);
-      total = total + (query.v ? tanh(k + q) * load(query.v + e) : k * q);
-    }
-    weights[s] = query.v ? sum(total) : sum(total) * query.scale;
+    const real* keys[HEADS];
+    for (int h = 0; h < HEADS; h++) keys[h] = head[h].blocks[b] + head[h].offset;
+    score_block<HEADS>(query, keys, width, weights + b * LANES, stride);
   }
-  softmax_keys(query, weights);
-  for (int i = 0; i < value_stride; i += LANES) store(out + i, splat(0));
-  const real* values = head.nodes + key_stride;
-  mix(weights, query.first, query.end, value_stride,
-      [&](int s) { return values + size_t(head.tokens[s]) * head.stride; }, out);
+  softmax_keys<HEADS>(query, weights, stride);
+  auto value = [&](int h, int s) {
+    return head[h].blocks[s / LANES] + head[h].offset + width * LANES + s % LANES * value_stride;
+  };
+  mix<HEADS>(query, weights, stride, value, head->value_width, out);
+}
+
+template <int HEADS>
+inline void attend_heads(const Query* query, const Path* head, real* weights, int stride, real* out) {
+  const int key_stride = padded(head->width), first = query->first, end = query->end;
+  for (int start = first / LANES * LANES; start < end; start += LANES) {
+    Vector scores[HEADS];
+    for (int h = 0; h < HEADS; h++) scores[h] = splat(0);
+    for (int s = start < first ? first : start; s < end && s < start + LANES; s++) {
+      Vector total[HEADS];
+      for (int h = 0; h < HEADS; h++) {
+        const real* key = head[h].nodes + size_t(head->tokens[s]) * head->stride;
+        total[h] = splat(0);
+        for (int e = 0; e < key_stride; e += LANES) {
+          const Vector k = load(key + e), q = load(query[h].query + e);
+          total[h] = total[h] + (query->v ? tanh(k + q) * load(query->v + e) : k * q);
+        }
+      }
+      sum_each<HEADS>(total);
+      for (int h = 0; h < HEADS; h++) scores[h] = keep_lanes(total[h], s - start, s - start + 1, scores[h]);
+    }
+    for (int h = 0; h < HEADS; h++)
+      store(weights + h * stride + start, query->v ? scores[h] : scores[h] * splat(query->scale));
+    if (query->scores) store(weights + start, load(query->scores + start));
+  }
+  softmax_keys<HEADS>(query, weights, stride);
+  auto value = [&](int h, int s) { return head[h].nodes + size_t(head->tokens[s]) * head->stride + key_stride; };
+  mix<HEADS>(query, weights, stride, value, head->value_width, out);
+}
+
+// As many heads at once as there are registers for.
+template <typename Head>
+void attend(const Query* queries, const Head* heads, int count, real* weights, int stride, real* out) {
+  int h = 0;
+  if constexpr (REGISTERS == 1)
+    for (; h + 4 <= count; h += 4)
+      attend_heads<4>(queries + h, heads + h, weights, stride, out + h * heads->value_width);
+  for (; h < count; h++) attend_heads<1>(queries + h, heads + h, weights, stride, out + h * heads->value_width);
 }
 
 // Recurrent layers ---------------------------------------------------------------------------------------------------
@@ -524,4 +571,4 @@ int top(const real* x, int size, int count, Candidate* out) {
 }  // namespace
 
 const Kernels rn::RN_KERNELS = {RN_NAME, multiply, multiply_int8, quantize,    normalize, activate, add,
-                                rotate,  attend_source, attend_path, gru, lstm, log_softmax, top};
+                                rotate,  attend<Source>, attend<Path>, gru, lstm, log_softmax, top};

@@ -59,6 +59,8 @@ struct Query {
   int first, end;  // of the keys
 };
 
+constexpr int MAX_HEADS = 4;  // that attend at once
+
 struct Candidate {
   real value;
   int token;
@@ -77,9 +79,10 @@ struct Kernels {
   void (*add)(real* x, const real* y, size_t count);
   // Rotate pairs of elements of `count` vectors, `stride` apart.
   void (*rotate)(const real* cosine, const real* sine, int half, int count, int stride, real* x);
-  // Attend from one query; `weights` has space for all keys in whole blocks. `out` is written in whole vectors.
-  void (*attend_source)(const Query& query, const Source& head, real* weights, real* out);
-  void (*attend_path)(const Query& query, const Path& head, real* weights, real* out);
+  // Attend from several heads to the same keys; with `v` or `scores`, from one. `weights` has space for MAX_HEADS times
+  // all keys in whole blocks, `stride` apart. The outputs follow each other; `out` is written in whole vectors.
+  void (*attend_source)(const Query* queries, const Source* heads, int count, real* weights, int stride, real* out);
+  void (*attend_path)(const Query* queries, const Path* heads, int count, real* weights, int stride, real* out);
   // One step of a recurrent layer: gates of the input and of the state, each [gates][width] -> the new state, in place.
   void (*gru)(const real* input, const real* hidden, int width, int stride, real* state);
   void (*lstm)(const real* input, const real* hidden, int width, int stride, real* state, real* cell);

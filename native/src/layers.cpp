@@ -167,13 +167,22 @@ void add_alignment(const Attention& a, int h, int first, int end, const Activati
       for (int s = first; s < end; s++) alignment[s] += space.weights[s] / real(space.watched_count);
 }
 
+// How many heads attend at once: several, unless their queries are made in the same memory.
+int heads_at_once(const Attention& a) { return a.score == DOT && !a.predicts_center && !a.relative ? MAX_HEADS : 1; }
+
 void attend_source(const Model& model, const Attention& a, const real* queries, const Row& row, int first, int end,
                    const real* bias, size_t bias_stride, Activations* space, real* out) {
-  for (int h = 0; h < a.heads; h++) {
-    const Source head = {row.blocks, a.offset + a.kv_of_head[h] * a.head_in_block(), a.width, a.value_width};
-    const real* own = bias ? bias + a.head_number[h] * bias_stride : nullptr;
-    const Query query = make_query(model, a, h, queries + h * a.query_width, first, end, own, space);
-    model.kernels->attend_source(query, head, space->weights, out + h * a.value_width);
+  const int at_once = row.alignment ? 1 : heads_at_once(a);
+  Query query[MAX_HEADS];
+  Source head[MAX_HEADS];
+  for (int h = 0; h < a.heads; h += at_once) {
+    const int count = at_once < a.heads - h ? at_once : a.heads - h;
+    for (int i = 0; i < count; i++) {
+      head[i] = {row.blocks, a.offset + a.kv_of_head[h + i] * a.head_in_block(), a.width, a.value_width};
+      const real* own = bias ? bias + a.head_number[h + i] * bias_stride : nullptr;
+      query[i] = make_query(model, a, h + i, queries + (h + i) * a.query_width, first, end, own, space);
+    }
+    model.kernels->attend_source(query, head, count, space->weights, space->keys, out + h * a.value_width);
     if (row.alignment) add_alignment(a, h, first, end, *space, row.alignment);
   }
 }
@@ -181,15 +190,22 @@ void attend_source(const Model& model, const Attention& a, const real* queries, 
 void attend_path(const Model& model, const Stack& stack, int layer, const Positions& positions, const real* queries,
                  const Row& row, const real* nodes, int first, const real* bias, Activations* space, real* out) {
   const Attention& a = stack.layer[layer].attention;
-  for (int h = 0; h < a.heads; h++) {
-    const real* own_nodes = nodes + a.offset + a.kv_of_head[h] * a.head_in_node();
-    const Path head = {own_nodes, stack.node_size, row.path, a.width, a.value_width};
-    const real* own = bias ? bias + a.head_number[h] * size_t(2 * positions.length) : nullptr;
-    Query query = {queries + h * a.query_width, nullptr, nullptr, own, nullptr, a.scale, first, row.position + 1};
-    if (a.relative)
-      compare_places(model, a, h, positions.places[size_t(layer) * stack.heads + h], row.position, &query, space);
-    if (a.score != DOT) transform_query(model, a, h, &query, space);
-    model.kernels->attend_path(query, head, space->weights, out + h * a.value_width);
+  const int at_once = heads_at_once(a);
+  Query query[MAX_HEADS];
+  Path head[MAX_HEADS];
+  for (int h = 0; h < a.heads; h += at_once) {
+    const int count = at_once < a.heads - h ? at_once : a.heads - h;
+    for (int i = 0; i < count; i++) {
+      const int n = h + i;
+      head[i] = {nodes + a.offset + a.kv_of_head[n] * a.head_in_node(), stack.node_size, row.path, a.width,
+                 a.value_width};
+      const real* own = bias ? bias + a.head_number[n] * size_t(2 * positions.length) : nullptr;
+      query[i] = {queries + n * a.query_width, nullptr, nullptr, own, nullptr, a.scale, first, row.position + 1};
+      if (a.relative)
+        compare_places(model, a, n, positions.places[size_t(layer) * stack.heads + n], row.position, query, space);
+      if (a.score != DOT) transform_query(model, a, n, query, space);
+    }
+    model.kernels->attend_path(query, head, count, space->weights, space->keys, out + h * a.value_width);
   }
 }
 
@@ -468,7 +484,9 @@ bool Activations::reserve(const Model& model, int count, int keys, Arena* arena)
   mixed = arena->take<real>(n * mix + LANE_COUNT);
   up = arena->take<real>(n * hidden);
   gate = arena->take<real>(n * hidden);
-  for (real** each : {&weights, &places, &bias, &factor}) *each = arena->take<real>(size_t(table) + LANE_COUNT);
+  this->keys = table + LANE_COUNT;
+  weights = arena->take<real>(size_t(this->keys) * MAX_HEADS);
+  for (real** each : {&places, &bias, &factor}) *each = arena->take<real>(size_t(table) + LANE_COUNT);
   for (real** each : {&query, &state, &cell}) *each = arena->take<real>(size_t(head) + LANE_COUNT);
   const bool recurrent = model.encoder.recurrent() || model.decoder.recurrent();
   input = arena->take<real>(recurrent ? n * 3 * width : 0);

@@ -184,7 +184,9 @@ struct Watched {
 // Space for the activations of a number of rows.
 struct Activations {
   real *x = nullptr, *normed = nullptr, *projected = nullptr, *mixed = nullptr, *up = nullptr, *gate = nullptr;
-  real *weights = nullptr, *query = nullptr, *places = nullptr, *bias = nullptr, *factor = nullptr;  // of one query
+  int keys = 0;             // for which there is space
+  real* weights = nullptr;  // of MAX_HEADS queries
+  real *query = nullptr, *places = nullptr, *bias = nullptr, *factor = nullptr;  // of one query
   real *input = nullptr, *state = nullptr, *cell = nullptr;  // of recurrent layers
   real* finals = nullptr;  // of a recurrent encoder: [layers][padded width], of the current source
   int8_t* quantized = nullptr;

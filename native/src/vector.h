@@ -127,13 +127,13 @@ inline Vector magnitude(const Vector& a) {
   return out;
 }
 
-// The lanes from `first` to `end` of `value`, and `other` in the rest.
-inline Vector keep_lanes(const Vector& value, int first, int end, real other) {
+// The lanes from `first` to `end` of `value`, and those of `other` in the rest.
+inline Vector keep_lanes(const Vector& value, int first, int end, const Vector& other) {
   WholeRegister lane;
   for (int i = 0; i < WIDTH; i++) lane[i] = i;
   Vector out;
   RN_EACH {
-    out.part[i] = lane >= first && lane < end ? value.part[i] : broadcast(other);
+    out.part[i] = lane >= first && lane < end ? value.part[i] : other.part[i];
     lane += WIDTH;
   }
   return out;
@@ -156,6 +156,7 @@ inline Vector where_less(const Vector& a, const Vector& b, const Vector& value, 
     return _mm_cvtss_f32(_mm_##combine##_ss(four, _mm_movehdup_ps(four)));                          \
   }
 #if defined(__AVX512F__)
+#define RN_LANES(a, b, which) _mm512_maskz_shuffle_f32x4(0xFFFF, a, b, which)
 inline __m256 lower_half(const Vector& value) { return _mm512_maskz_extractf32x8_ps(0xFF, __m512(value.part[0]), 0); }
 inline __m256 upper_half(const Vector& value) { return _mm512_maskz_extractf32x8_ps(0xFF, __m512(value.part[0]), 1); }
 #else
@@ -181,6 +182,28 @@ inline real maximum(const Vector& value) {
   return lane[0];
 }
 #endif
+
+// Replace each vector by the sum of its lanes, in all lanes.
+template <int COUNT>
+inline void sum_each(Vector* vectors) {
+#if defined(__AVX512F__) && !defined(RN_DOUBLE)
+  if (COUNT == 4) {
+    const __m512 a = __m512(vectors[0].part[0]), b = __m512(vectors[1].part[0]);
+    const __m512 c = __m512(vectors[2].part[0]), d = __m512(vectors[3].part[0]);
+    const __m512 ab = _mm512_add_ps(RN_LANES(a, b, 0x44), RN_LANES(a, b, 0xEE));
+    const __m512 cd = _mm512_add_ps(RN_LANES(c, d, 0x44), RN_LANES(c, d, 0xEE));
+    __m512 all = _mm512_add_ps(RN_LANES(ab, cd, 0x88), RN_LANES(ab, cd, 0xDD));  // four lanes of each vector
+    all = _mm512_add_ps(all, _mm512_maskz_permute_ps(0xFFFF, all, 0x4E));
+    all = _mm512_add_ps(all, _mm512_maskz_permute_ps(0xFFFF, all, 0xB1));
+    vectors[0].part[0] = Register(RN_LANES(all, all, 0x00));
+    vectors[1].part[0] = Register(RN_LANES(all, all, 0x55));
+    vectors[2].part[0] = Register(RN_LANES(all, all, 0xAA));
+    vectors[3].part[0] = Register(RN_LANES(all, all, 0xFF));
+    return;
+  }
+#endif
+  for (int i = 0; i < COUNT; i++) vectors[i] = splat(sum(vectors[i]));
+}
 
 // e^x by 2^n e^r with |r| <= ln(2) / 2. Below the smallest normal number: 0.
 inline Vector exp(const Vector& x) {
