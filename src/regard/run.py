@@ -24,6 +24,7 @@ from regard.notebook import table
 from regard.recipe import Recipe, load_recipe, read_recipe
 from regard.suggest import nearest
 from regard.tasks import TASKS, Task, TaskName, infer_task
+from regard.text.chat import Chat
 from regard.text.codec import TOKENIZERS, Codec, TextConfig
 
 if TYPE_CHECKING:  # torch is imported when weights are loaded: other engines do not need it
@@ -47,6 +48,7 @@ class Generation(Value):
 
     suppressed: tuple[Id, ...] = ()  # ids that are never produced, in addition to special tokens
     max_length: Count | None = None  # default limit of output tokens, without the end
+    chat: Chat | None = None  # the chat template as data
 
 
 class RunConfig(Value):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from regard.config import Config, Frame
 from regard.convert.bert import BERT
+from regard.convert.chat_template import with_ids
 from regard.convert.family import RESOLVED, Family, Fields, Json, read_labels, write_labels
 from regard.convert.gpt2 import GPT2
 from regard.convert.llama import LLAMA
@@ -26,6 +27,7 @@ from regard.convert.read import (
     open_directory,
     open_weights,
     read_generation,
+    reduce_chat_template,
     write_generation,
 )
 from regard.convert.reformer import REFORMER
@@ -40,6 +42,7 @@ from regard.model import Model, allocate, on_meta
 from regard.run import CHAT_TEMPLATE, Generation, Run
 from regard.suggest import closest
 from regard.tasks import BOTH
+from regard.text.chat import Chat
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
 from regard.weight_files import require_layers, weights_of
@@ -59,6 +62,7 @@ class OpenedModel:
     codec: Codec
     table: Table
     checkpoint: Checkpoint
+    chat: Chat | None
 
     def load(self) -> Model:
         model = allocate(on_meta(self.config)).eval()
@@ -71,7 +75,7 @@ def open_model(source: Path, note: Callable[[str], None]) -> OpenedModel:
     hf = Fields(open_directory(source, note), str(source / CONFIG))
     family, architecture = identify(hf)
     checkpoint = open_weights(source, family, hf, note)
-    codec = _read_text(source, family, hf, note)
+    codec, chat = _read_text(source, family, hf, note)
     config = family.read(Fields(hf.data, hf.where, checkpoint.shapes.keys(), codec.ids), architecture, codec.frame)
     require_layers(config, len(checkpoint.shapes), str(source))
     table = family.weights(config, hf)
@@ -79,7 +83,7 @@ def open_model(source: Path, note: Callable[[str], None]) -> OpenedModel:
     if ignored:
         rest = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
         note(f"not needed: {', '.join(ignored[:3])}{rest}")
-    return OpenedModel(family, architecture, hf, config, codec, table, checkpoint)
+    return OpenedModel(family, architecture, hf, config, codec, table, checkpoint, chat)
 
 
 def from_hf(directory: str | Path, out: str | Path, samples: int, log: Callable[[str], None]) -> ConversionReport:
@@ -98,6 +102,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Callable[
     labels = read_labels(theirs.hf, config)
     pixels = None if config.patches is None else read_image_processor(source, config.patches)
     generation = Generation() if config.decoder is None else read_generation(source, theirs.hf, config, note)
+    generation = generation.model_copy(update={"chat": theirs.chat})
 
     def write(path: Path) -> ConversionReport:
         Run(config, theirs.codec, theirs.load(), path, labels, pixels, generation=generation).save(path)
@@ -116,18 +121,25 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Callable[
     return write_reported(out, write)
 
 
-def _read_text(source: Path, family: Family, hf: Fields, note: Callable[[str], None]) -> Codec:
-    """Read the tokenizers; a model for images has one without tokens."""
+def _read_text(source: Path, family: Family, hf: Fields, note: Callable[[str], None]) -> tuple[Codec, Chat | None]:
+    """Read the tokenizers and the chat template; a model for images has a tokenizer without tokens."""
     if family.reads_images:
-        return Codec(Tokenizer.train("char", []))
+        return Codec(Tokenizer.train("char", [])), None
     if has_tokenizer(source):
-        codec, messages = read_tokenizers(source, family.model_type, hf.data)
+        try:
+            chat = reduce_chat_template(source) if family.stacks == ("decoder",) else None
+            codec, messages = read_tokenizers(source, family.model_type, hf.data, chat)
+            chat = chat and with_ids(chat, codec)
+        except UserError as error:
+            codec, messages = read_tokenizers(source, family.model_type, hf.data)
+            note(f"the chat template is kept, but `regard serve` cannot apply it: {error}")
+            chat = None
         for message in messages:
             note(message)
-        return codec
+        return codec, chat
     note("no tokenizer: texts are token ids, separated by white space")
     frame: Frame = "end" if family.stacks == BOTH else "none"
-    return Codec(id_tokenizer(hf.data, hf.count("vocab_size"), frame), frame=frame)
+    return Codec(id_tokenizer(hf.data, hf.count("vocab_size"), frame), frame=frame), None
 
 
 def their_tensors(family: Family, architecture: str, table: Table, model: Model) -> dict[str, Tensor]:

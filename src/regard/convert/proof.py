@@ -376,6 +376,8 @@ def compare_greedy(run: Run, theirs: Any, samples: Samples, defaults: Json, tole
             theirs.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)).long(), max_new_tokens=new)
             for row in rows
         ]
+    if run.generation.chat is not None:  # the end of a turn may be another token
+        ends.add(config.ids.eos)
     # Their outputs may have several end tokens, ours one.
     our_ends = ends if config.ids.eos in ends else {config.ids.eos}
     for row, (hypothesis, *_), output in zip(rows, results, their_rows, strict=True):

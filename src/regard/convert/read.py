@@ -14,12 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from regard.config import MAX_TOKENS, Config, parse
+from regard.convert.chat_template import reduce_safely
 from regard.convert.family import Family, Fields, Json
-from regard.convert.tokenizers import SETTINGS
+from regard.convert.tokenizers import SETTINGS, read_settings
 from regard.decode.request import CONTINUATION_LENGTH
 from regard.errors import UserError
 from regard.files import replace_file, require_own_files
 from regard.run import CHAT_TEMPLATE, Generation, Run
+from regard.text.chat import Chat
 from regard.text.tokenizer import read_text
 
 CONFIG = "config.json"
@@ -254,18 +256,31 @@ def write_generation(run: Run) -> Json:
     }
 
 
+def read_chat_template(source: Path, log: Callable[[str], None]) -> str | None:
+    """The chat template of a run or a Hugging Face directory, the default one of several."""
+    if (source / CHAT_TEMPLATE).is_file():
+        return read_text(source / CHAT_TEMPLATE)
+    template = Fields.load(source / SETTINGS).get("chat_template")
+    if isinstance(template, list):
+        named = {str(x.get("name")): x.get("template") for x in template if isinstance(x, dict)}
+        template = named.pop("default", None)
+        if named:
+            log(f"not kept: the chat templates {', '.join(sorted(named))}; only the default template is kept")
+    return template if isinstance(template, str) else None
+
+
+def reduce_chat_template(source: Path) -> Chat | None:
+    """The chat template of a directory as data, with special tokens as text."""
+    template = read_chat_template(source, lambda _: None)
+    settings = read_settings(source).items()
+    tokens = {key: name for key, name in settings if key.endswith("_token") and isinstance(name, str)}
+    return None if template is None else reduce_safely(template, tokens)
+
+
 def copy_chat_template(source: Path, directory: Path, log: Callable[[str], None]) -> bool:
-    """Copy the chat template of a run or a Hugging Face directory, the default one of several; false without one."""
-    if not (source / CHAT_TEMPLATE).is_file():
-        template = Fields.load(source / SETTINGS).get("chat_template")
-        if isinstance(template, list):
-            named = {str(x.get("name")): x.get("template") for x in template if isinstance(x, dict)}
-            template = named.pop("default", None)
-            if named:
-                log(f"not kept: the chat templates {', '.join(sorted(named))}; only the default template is kept")
-        if not isinstance(template, str):
-            return False
-    else:
-        template = read_text(source / CHAT_TEMPLATE)
+    """Copy the chat template of a run or a Hugging Face directory; false without one."""
+    template = read_chat_template(source, log)
+    if template is None:
+        return False
     replace_file(directory / CHAT_TEMPLATE, lambda temporary: temporary.write_bytes(template.encode("utf-8")))
     return True

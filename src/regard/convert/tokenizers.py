@@ -21,9 +21,11 @@ from tokenizers import (
 )
 
 from regard.config import MAX_TOKENS, Frame, SpecialIds
+from regard.convert.chat_template import end_of_turn, tokens_of
 from regard.convert.family import Fields, Json
 from regard.errors import UserError, plural
 from regard.files import write_json
+from regard.text.chat import Chat
 from regard.text.codec import Codec
 from regard.text.tokenizer import (
     HIDDEN,
@@ -369,15 +371,22 @@ def has_tokenizer(directory: Path) -> bool:
     return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
-def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> tuple[Codec, list[str]]:
-    """Read the tokenizers of a directory and their special tokens -> codec, notes for the user."""
+def read_tokenizers(
+    directory: Path, model_type: str, hf_config: Json, chat: Chat | None = None
+) -> tuple[Codec, list[str]]:
+    """Read the tokenizers of a directory and the special tokens, also of a chat -> codec, notes for the user."""
     settings = read_settings(directory)
     with library_errors(f"{directory}: the settings of its tokenizer are invalid"):
-        return _read(directory, model_type, hf_config, settings)
+        return _read(directory, model_type, hf_config, settings, chat)
 
 
-def _read(directory: Path, model_type: str, hf_config: Json, settings: Json) -> tuple[Codec, list[str]]:
+def _read(
+    directory: Path, model_type: str, hf_config: Json, settings: Json, chat: Chat | None
+) -> tuple[Codec, list[str]]:
     opened = open_vocabulary(directory, model_type, settings)
+    names = tokens_of(chat, opened.libraries[0]) if chat else []
+    if chat and (end := end_of_turn(chat, names)):
+        settings["eos_token"] = end
     special = _SpecialTokens(opened.libraries[0], settings)
     before, after, changed = _around(opened, special, settings, model_type)
     if max(len(before), len(after)) > 1:
@@ -391,6 +400,8 @@ def _read(directory: Path, model_type: str, hf_config: Json, settings: Json) -> 
         if vocab is not None and size > vocab:
             notes.append(f"the tokenizer has {size} tokens, the model {vocab}: tokens with higher ids are unknown")
         state = json.loads(library.to_str())
+        for token in state["added_tokens"]:
+            token["special"] |= token["content"] in names
         if changed:
             state["post_processor"] = _post_processor(frame, ids, library)
         text = json.dumps(state, ensure_ascii=False)

@@ -283,6 +283,12 @@ class Request(BaseModel):
                 yield name, value
 
 
+class Prompt(Request):
+    """A request to a language model with special tokens, by id, between texts; no text contains them."""
+
+    pieces: Sequence[str | int] = ()
+
+
 def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request.model_fields)) -> Request:
     """A request from JSON with the keys in `fields`; null means that a key is absent.
 

@@ -24,7 +24,7 @@ from regard.decode.phrases import (
     is_combining,
     make_phrases,
 )
-from regard.decode.request import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, Input, Options, Request
+from regard.decode.request import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, Input, Options, Prompt, Request
 from regard.errors import UserError, plural
 from regard.run import Run
 from regard.text.codec import Example
@@ -95,6 +95,10 @@ class Preparer:
         examples = {i: Example(requests[i].source, features=requests[i].features) for i in short}
         sources = zip(*(encode(run, list(examples.values())) for run in self.runs), strict=True)
         encoded = dict(zip(short, sources, strict=True))
+        for i, request in enumerate(requests):
+            if isinstance(request, Prompt):
+                ids = self.codec.target.encode_prompt(request.pieces) or [self.config.start_id]
+                encoded[i] = (ids,) * len(self.runs)
         prepared = [self._prepare(request, encoded.get(i)) for i, request in enumerate(requests)]
         for i, example in examples.items():
             if unknown := self.codec.unknown_tokens(example, encoded[i][0]):

@@ -25,10 +25,13 @@ from regard.serve.translation import (
     rank_languages,
 )
 from regard.suggest import closest
+from regard.text.chat import Chat
 
 MARKS_PER_INPUT = 10  # tags or line breaks; splitting a text at more of them would delay all requests
 MAX_DETECTED = 2000  # characters of a text whose language is detected
-PRIVATE = ("characters", "chat_template")  # facts of a run that are not published
+PRIVATE = ("characters", "generation", "chat_template")  # facts of a run that are not published
+CHAT_LENGTH = 256  # default maximum length of an answer by a chat template, in tokens
+ROLES = {"developer": "system"}  # other names of roles in the API of OpenAI
 CONSTRAINTS = ("prefix", "require", "require_any", "forbid", "stop", "features")
 # Estimated bytes of an answer.
 TOKEN_BYTES = 8  # of a possible output token with its score: 48, but outputs usually have a sixth of their limit
@@ -264,21 +267,28 @@ class Handlers:
         return await self._complete(run, body, body.prompts, body.options(body.max_tokens or 16, body.logprobs))
 
     async def chat(self, body: bodies.ChatBody) -> Reply:
-        """Continue the messages of a chat, joined by line breaks, in the form of OpenAI."""
+        """Answer a chat by the chat template of a run, or continue its messages, in the form of OpenAI."""
         run = self._language_model(body.model)
-        if self.service.runs[run]["chat_template"]:
+        facts = self.service.runs[run]
+        limit = body.max_completion_tokens or body.max_tokens
+        more: Answer = {}
+        if facts["generation"]["chat"]:
+            messages = [(ROLES.get(message.role, message.role), str(message)) for message in body.messages]
+            more["pieces"] = Chat.model_validate(facts["generation"]["chat"]).prompt(messages)
+            limit = limit or facts["generation"]["max_length"] or CHAT_LENGTH
+        elif facts["chat_template"]:
             advice = "send the prompt in the form of the template to /v1/completions"
-            raise Refused(404, f"model: {run} has a chat template, which this server does not apply; {advice}")
-        options = body.options(body.max_completion_tokens or body.max_tokens)
-        return await self._complete(run, body, ["\n".join(map(str, body.messages))], options)
+            raise Refused(404, f"model: {run} has a chat template that this server cannot apply; {advice}")
+        prompt = "\n".join(map(str, body.messages))
+        return await self._complete(run, body, [prompt], body.options(limit), **more)
 
     async def _complete(
-        self, run: str, body: bodies.CompletionBody | bodies.ChatBody, prompts: list[str], options: Options
+        self, run: str, body: bodies.CompletionBody | bodies.ChatBody, prompts: list[str], options: Options, **more: Any
     ) -> Reply:
         changes = options.model_dump(mode="json", exclude_defaults=True)
         form = Completions(run, body, prompts)
         kind = "stream" if body.stream and options.beam == 1 else "generate"
-        job = self.make_job(run, kind, changes, body.items(prompts), options.rows)
+        job = self.make_job(run, kind, changes, [item | more for item in body.items(prompts)], options.rows)
         if body.stream:
             return self._stream(job, form.stream_form())
         return json_response(form.answer(await self.results(job, complete=True)))

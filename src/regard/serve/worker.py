@@ -22,7 +22,7 @@ from pydantic_core import from_json
 from regard.answers import EMBED_TOKENS, Answerer, Result, generation_json, label_json, score_json, truncation
 from regard.decode.ctranslate2 import CTranslate2Engine
 from regard.decode.encoder_only import MaskFiller
-from regard.decode.request import CONSTRAINTS, ENGINES, EngineName, Options, Precision, Request
+from regard.decode.request import CONSTRAINTS, ENGINES, EngineName, Options, Precision, Prompt, Request
 from regard.decode.torch_engine import TorchEngine
 from regard.device import release_memory
 from regard.errors import UserError
@@ -57,6 +57,10 @@ class WorkerBatch:
     def settings(self) -> dict[str, Any]:
         options: dict[str, Any] = from_json(self.options)
         return options
+
+    def requests(self) -> list[Request]:
+        """The inputs as requests; those of a chat with a template have pieces."""
+        return [Prompt.model_construct(**x) if "pieces" in x else Request(**x) for x in self.inputs]
 
     def examples(self) -> list[Example]:
         return [Example(x["source"], x.get("target"), x.get("features")) for x in self.inputs]
@@ -104,7 +108,7 @@ class BatchAnswerer:
         answerer = self._decoder(batch)
         attention = batch.settings.get("attention")  # its maximum bytes for an input
         fallback = self.engine != "torch" and isinstance(answerer.engine, TorchEngine | MaskFiller)
-        requests = [Request(**item) for item in batch.inputs]
+        requests = batch.requests()
         with self._cancellable(answerer, batch):
             answers = answerer.generate(requests)
         results = []
@@ -136,7 +140,7 @@ class BatchAnswerer:
     def stream(self, batch: WorkerBatch) -> list[Result]:
         """Decode one input, and send every token as soon as it is decided."""
         answerer = self._answerer("torch", batch)
-        request = Request(**batch.inputs[0])
+        [request] = batch.requests()
         with self._cancellable(answerer, batch):
             pieces = answerer.stream(request)
             if pieces.problem:
@@ -254,6 +258,7 @@ def describe(name: str, run: Run) -> Result:
         "feature_names": list(run.codec.features),
         "feature_separator": run.codec.feature_separator,
         "characters": run.statistics.source_characters,
+        "generation": run.generation.model_dump(mode="json"),
         "chat_template": (run.path / CHAT_TEMPLATE).is_file(),
         "kinds": [] if run.task.reads == "images" else kinds,  # requests contain text only
         "examples": [{"source": each.source, "features": each.features} for each in run.statistics.examples],

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -238,6 +239,10 @@ class Tokenizer:
             return [[ids.get(token, unk) for token in split_simple(self._kind, text)] for text in texts]
         return [self._numbers(encoding) for encoding in self._encodings(texts)]
 
+    def encode_prompt(self, pieces: Iterable[str | int]) -> list[int]:
+        """The ids of texts and special tokens, given by id."""
+        raise UserError("prompt: only the tokenizers of converted models have a chat template")
+
     def _encodings(self, texts: list[str], fast: bool = True) -> list[Any]:
         """Encode with the library; with `fast`, the encodings have only ids."""
         encode = self._library.encode_batch_fast if fast else self._library.encode_batch
@@ -338,14 +343,29 @@ class ForeignTokenizer(Tokenizer):
         self._aside = {self._tokens[i]: i for i, name in names.items() if i < self.size and name.startswith(HIDDEN)}
         self._more = max(names) >= self.size
         self._library = Library.from_str(json.dumps(_hide(state, self.special)))
-        self._library.encode_special_tokens = True
         self._decoder = self._library.decoder
         decoder = state["decoder"] or {"decoders": []}  # has one step or several
         self._steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without special tokens."""
-        encodings = self._encodings([self._clean(text) for text in texts], fast=not self._aside)
+        return self._encode_clean([self._clean(text) for text in texts])
+
+    def encode_prompt(self, pieces: Iterable[str | int]) -> list[int]:
+        """The ids of texts and special tokens, encoded together: a special token may affect the text next to it."""
+        joined = ""
+        for is_text, group in groupby(pieces, key=lambda piece: isinstance(piece, str)):
+            if is_text:
+                joined += self._clean("".join(map(str, group)))
+                continue
+            for index in map(int, group):
+                if index not in self.special or index >= self.size:
+                    raise UserError(f"prompt: {index} is not the id of a special token")
+                joined += HIDDEN + self._tokens[index]
+        return self._encode_clean([joined])[0]
+
+    def _encode_clean(self, texts: list[str]) -> list[list[int]]:
+        encodings = self._encodings(texts, fast=not self._aside)
         rows = [self._numbers(encoding) for encoding in encodings]
         if self._more:
             unk = self.ids.unk
