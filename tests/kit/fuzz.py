@@ -28,7 +28,7 @@ OTHERS: tuple[Any, ...] = (None, True, [], {}, [[]], {"": {}}, [0] * 10_000, flo
 
 
 class Outcome(NamedTuple):
-    """Outcome of opening a directory. Kinds other than `ok` and `refused` (a UserError) are faults."""
+    """Outcome of opening a directory. Kinds other than `ok` and `refused` are faults."""
 
     kind: str
     text: str
@@ -40,13 +40,13 @@ class Outcome(NamedTuple):
         return self.kind not in ("ok", "refused") or self.seconds > MAX_SECONDS or self.megabytes > MAX_MEGABYTES
 
 
-def in_child(action: Callable[[], object]) -> Outcome:
-    """Run an action in a fork of this process, which has loaded all modules."""
+def in_child(action: Callable[[], object], refusal: type[Exception] = UserError) -> Outcome:
+    """Run an action, which may raise `refusal`, in a fork of this process, which has loaded all modules."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            _child(action, writer)
+            _child(action, writer, refusal)
         finally:
             os._exit(3)
     os.close(writer)
@@ -61,7 +61,7 @@ def in_child(action: Callable[[], object]) -> Outcome:
     return Outcome(kind, text, seconds, growth)
 
 
-def _child(action: Callable[[], object], writer: int) -> None:
+def _child(action: Callable[[], object], writer: int, refusal: type[Exception]) -> None:
     """Write the memory of this process and the outcome of the action to a pipe, then exit."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(120)  # in case the action blocks; the other limit is processor time, which other load does not affect
@@ -76,7 +76,7 @@ def _child(action: Callable[[], object], writer: int) -> None:
             warnings.simplefilter("ignore")
             action()
         result = ("ok", "")
-    except UserError as error:
+    except refusal as error:
         result = ("refused", str(error)[:2000])
     except BaseException:
         result = ("error", traceback.format_exc()[-3000:])
@@ -85,7 +85,12 @@ def _child(action: Callable[[], object], writer: int) -> None:
 
 
 def attack(
-    bases: list[Path], place: Path, cases: Iterable[int], seed: int, use: Callable[[Path, Random], object]
+    bases: list[Path],
+    place: Path,
+    cases: Iterable[int],
+    seed: int,
+    use: Callable[[Path, Random], object],
+    refusal: type[Exception] = UserError,
 ) -> tuple[list[str], dict[str, int]]:
     """Mutate a copy of a base for each case and use it in a child -> the faults and the number of outcomes per kind."""
     faults = []
@@ -96,7 +101,7 @@ def attack(
         copy = place / "copy"
         shutil.copytree(base, copy)
         changes = [mutate(copy, draw) for _ in range(draw.choice((1, 1, 1, 2)))]
-        outcome = in_child(lambda copy=copy, draw=draw: use(copy, draw))  # type: ignore[misc]
+        outcome = in_child(lambda copy=copy, draw=draw: use(copy, draw), refusal)  # type: ignore[misc]
         if outcome.fault:
             faults.append(f"case {case} of seed {seed}: {base.name}: {'; '.join(changes)}\n  {outcome}")
         counts[outcome.kind] = counts.get(outcome.kind, 0) + 1

@@ -32,7 +32,7 @@ def configs(draw: st.DrawFn, alone: bool | None = None, vocab: int | None = None
     alone = draw(st.booleans()) if alone is None else alone  # without an encoder
     recurrent = not alone and draw(st.booleans())
     heads = draw(st.integers(1, 4))
-    width = heads * one_of(4, 6, 16, 20)  # even, for recurrent layers
+    width = heads * one_of(*(each for each in (4, 6, 16, 20) if each * heads >= 12))  # even, for recurrent layers
     layers = draw(st.integers(1, 3))
     vocab = vocab or one_of(7, 20, 150)
     score = one_of("scaled_dot", "scaled_dot", "general", "additive", "concat", "cosine", "location")
