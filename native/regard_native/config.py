@@ -45,6 +45,10 @@ def _heads(x: Any) -> bool:
     return x is None or (whole and all(type(head) is int and 0 <= head < MAX_FEW for heads in x for head in heads))
 
 
+def _words(x: Any) -> bool:
+    return isinstance(x, list | tuple) and all(isinstance(word, str) for word in x)
+
+
 def _table(x: Any) -> bool:
     return isinstance(x, Mapping)
 
@@ -116,6 +120,17 @@ MODEL = {
     "start": _word("sos", "eos", "pad"),
     "frame": _word("end", "both", "start", "none"),
     "ids": Rule({}, "a table", _table),
+}
+TEXT = {
+    "source_tokens": Rule(REQUIRED, "names of schemes", lambda x: isinstance(x, str)),
+    "target_tokens": Rule(REQUIRED, "names of schemes", lambda x: isinstance(x, str)),
+    "shared": _flag(False),
+    "features": Rule((), "lists of names", _words),
+    "columns": Rule(("source", "target"), "lists of names", _words),
+    "feature_separator": Rule(";", "strings", lambda x: isinstance(x, str) and x != ""),
+    "frame": _word("end", "both", "start", "none"),
+    "ids": Rule(None, "a table and null", lambda x: x is None or _table(x)),
+    "sizes": UNUSED,
 }
 
 

@@ -21,11 +21,17 @@ STATUS = (
     "invalid token ids or limits",
 )
 INVALID, RUNNING = 3, 4
+MAX_NUMBER = 2**31 - 1
+TOO_LARGE = f"a number is larger than {MAX_NUMBER:,}"
 SENTENCES = 32  # decoded at the same time
 
 
 class NativeError(Exception):
     """A mistake in the use of the engine, or in a run."""
+
+
+class OutOfMemory(NativeError, MemoryError):
+    """A request needs more memory than the machine has."""
 
 
 class _Description(Structure):
@@ -377,7 +383,7 @@ class Core:
 
 def _check(status: int) -> None:
     if status:
-        raise MemoryError(STATUS[1]) if status == 1 else NativeError(STATUS[status])
+        raise OutOfMemory(STATUS[1]) if status == 1 else NativeError(STATUS[status])
 
 
 def _present(ids: np.ndarray, scores: np.ndarray) -> list[tuple[int, float]]:
@@ -419,7 +425,7 @@ class _Call:
             raise NativeError((self.results.problem or b"").decode())
         if status == 1:
             search = self._search
-            raise MemoryError(
+            raise OutOfMemory(
                 f"not enough memory: an output of up to {max(search.limits):,} tokens for a source of up to "
                 f"{max(map(len, search.sources)):,} tokens, with {self.width} hypotheses, needs more than this machine "
                 "has; lower max_length or beam"
@@ -436,6 +442,9 @@ class _Call:
 
     def _options(self, samples: int) -> _Options:
         search = self._search
+        counts = (search.beam, search.keep, search.no_repeat, search.top_k, search.alternatives, search.top_tokens)
+        if not all(-MAX_NUMBER <= count <= MAX_NUMBER for count in counts):  # ctypes would drop the higher bits
+            raise NativeError(TOO_LARGE)
         return _Options(
             beam=search.beam,
             keep=samples or search.alternatives or search.keep,
@@ -497,7 +506,10 @@ class _Call:
         )
 
     def _pointer(self, values: Any, kind: type[np.generic]) -> int:
-        array = np.ascontiguousarray(values, dtype=kind)
+        try:
+            array = np.ascontiguousarray(values, dtype=kind)
+        except OverflowError:
+            raise NativeError(TOO_LARGE) from None
         self._arrays.append(array)
         return int(array.ctypes.data)
 
@@ -513,7 +525,7 @@ class _Workspace:
     def __init__(self) -> None:
         self.handle = _library.rn_workspace()
         if not self.handle:
-            raise MemoryError(STATUS[1])
+            raise OutOfMemory(STATUS[1])
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -523,5 +535,8 @@ class _Workspace:
 def _joined(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """The ids of all rows, and where each row ends."""
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-    ids = np.fromiter((x for row in rows for x in row), dtype=np.int32, count=int(ends[-1]))
+    try:
+        ids = np.fromiter((x for row in rows for x in row), dtype=np.int32, count=int(ends[-1]))
+    except OverflowError:
+        raise NativeError(TOO_LARGE) from None
     return ids, ends

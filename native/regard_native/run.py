@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from regard_native.config import model_config
+from regard_native.config import TEXT, checked, model_config
 from regard_native.core import Core, Decoded, NativeError
 from regard_native.hypothesis import (
     Alignment,
@@ -29,7 +29,7 @@ from regard_native.hypothesis import (
 )
 from regard_native.options import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, Options
 from regard_native.pack import Description
-from regard_native.text import MAX_FILE_BYTES, Codec
+from regard_native.text import Codec, read_text
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -62,7 +62,7 @@ class Run:
         model = model_config(config["model"])
         self._model = model
         self.continues = model["encoder"] is None
-        self.codec = Codec(path, config["text"])
+        self.codec = Codec(path, checked(config["text"], TEXT, "text"))
         description = Description(model, read_weights(path / WEIGHTS))
         self._core = Core(description.numbers, description.tensors, int8, kernels)
         self._ids = model["ids"]
@@ -72,7 +72,9 @@ class Run:
         ):
             raise NativeError(f"{path}: its tokenizers have more tokens than its model")
         generation = config.get("generation", {})
-        self._suppressed = {int(index) for index in generation.get("suppressed", ())}
+        self._suppressed = set(generation.get("suppressed", ()))
+        if not all(type(index) is int for index in self._suppressed):
+            raise NativeError("generation.suppressed: must be a list of token ids")
         self._usual_length: int | None = generation.get("max_length")
         encoder, decoder = (_positions(model[name]) for name in ("encoder", "decoder"))
         self._max_source, self._max_target = (decoder - 1, decoder) if self.continues else (encoder - 1, decoder - 1)
@@ -348,6 +350,8 @@ def load(path: str | Path, *, precision: str = "fp32", kernels: str | None = Non
         raise NativeError(f"precision: is {precision!r}; allowed are fp32 and int8")
     try:
         return Run(Path(path), precision == "int8", kernels)
+    except NativeError as error:
+        raise NativeError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise NativeError(f"{path}: its {CONFIG} is not that of a run: {error!r:.200}") from None
 
@@ -409,10 +413,8 @@ def _positions(stack: dict[str, Any] | None) -> int:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of a run."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise NativeError(f"{path}: has more than {MAX_FILE_BYTES // 2**20} MB")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(read_text(path))
+    except (NativeError, ValueError, RecursionError) as error:
         raise NativeError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(value, dict):
         raise NativeError(f"{path}: is not a JSON object")
@@ -426,10 +428,10 @@ def read_config(path: Path) -> dict[str, Any]:
     home = path.resolve()
     for name in READ:
         file = path / name
-        if file.is_symlink() and not file.resolve().is_relative_to(home):
+        if file.is_symlink() and not _inside(file, home):
             raise NativeError(f"{file}: points out of its directory; only files inside the directory are read")
     file = path / CONFIG
-    if not file.exists():
+    if not file.is_file():
         raise NativeError(f"{path}: not a run directory: it has no {CONFIG}")
     config = read_json(file)
     if config.get("format") != 1:
@@ -440,12 +442,19 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def _inside(link: Path, home: Path) -> bool:
+    try:
+        return link.resolve().is_relative_to(home)
+    except (OSError, RuntimeError):  # a loop of links
+        return False
+
+
 def read_weights(path: Path) -> dict[str, np.ndarray]:
     """The weights by name."""
+    if not path.is_file():
+        raise NativeError(f"{path}: no such file; the run has no weights yet")
     try:
         with safe_open(path, framework="np") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-    except FileNotFoundError:
-        raise NativeError(f"{path}: no such file; the run has no weights yet") from None
-    except (OSError, SafetensorError) as error:
+    except (OSError, MemoryError, TypeError, AttributeError, ValueError, SafetensorError) as error:
         raise NativeError(f"{path}: not a readable safetensors file: {error}") from None

@@ -20,6 +20,7 @@ from regard_native.core import NativeError
 UNKNOWN = "⁇"  # U+2047, the text of an unknown token
 PAD, UNK, SOS, EOS, MASK = range(5)  # of a learned vocabulary
 NAMES = ("<pad>", UNKNOWN, "<sos>", "<eos>", "<mask>")  # printable forms of the special tokens
+KINDS = ("char", "nfd", "space", "word", "byte", "bpe", "unigram")
 STORED_NAMES = tuple(f"< {name} >" for name in ("pad", "unk", "sos", "eos", "mask"))
 MAX_FILE_BYTES = 64 * 2**20
 MAX_TOKENS = 2**21  # in a vocabulary
@@ -42,7 +43,11 @@ class Tokenizer:
 
     def __init__(self, text: str, scheme: str) -> None:
         self.kind = scheme.partition(":")[0]
-        checked_state(text)
+        if self.kind not in KINDS:
+            raise NativeError(f"its scheme is {scheme!r:.50}; allowed are {', '.join(KINDS)}")
+        state = checked_state(text)
+        if any(state.get(key) for key in ("truncation", "padding", "post_processor", "added_tokens")):
+            raise NativeError("it has truncation, padding, added tokens or a post-processor")
         library = Library.from_str(text)
         self.size = library.get_vocab_size()
         self.tokens = [library.id_to_token(index) or "" for index in range(self.size)]
@@ -319,16 +324,22 @@ class Codec:
 def _read(path: Path, config: Mapping[str, Any], side: int) -> Tokenizer:
     """The tokenizer of the source (side 0) or the target (side 1)."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise NativeError(f"has more than {MAX_FILE_BYTES // 2**20} MB, too many for a tokenizer")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         with library_errors("not a tokenizer of a run"):
             if config["ids"] is None:
                 return Tokenizer(text, config["target_tokens" if side else "source_tokens"])
             return ForeignTokenizer(text, config["ids"], (config.get("sizes") or (None, None))[side])
-    except FileNotFoundError:
-        raise NativeError(f"{path}: no such file") from None
     except NativeError as error:
         raise NativeError(f"{path}: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise NativeError(f"{path}: not a readable tokenizer: {error}") from None
+
+
+def read_text(path: Path) -> str:
+    """The text of a plain file of limited size."""
+    try:
+        if not path.is_file():  # reading a pipe could take forever
+            raise NativeError("no such file")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise NativeError(f"has more than {MAX_FILE_BYTES // 2**20} MB")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise NativeError(f"cannot be read: {error}") from None

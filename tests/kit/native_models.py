@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from regard_native.core import Core
 from regard_native.pack import Description
 
 from regard.config import Config, Stack
+from regard.decode.ensemble import Scorer
 from regard.decode.phrases import Phrases, PhraseTexts, Spelling, make_phrases
+from regard.decode.request import Options
+from regard.decode.search import search
 from regard.decode.search_inputs import SearchInput
 from regard.model import Model
 from regard.weight_files import weights_of
@@ -176,6 +181,32 @@ def _phrases(vocab: int, rng: np.random.Generator) -> Phrases:
 
 def describe(model: Model) -> Description:
     return Description(model.config.model_dump(mode="json"), {name: x.numpy() for name, x in weights_of(model).items()})
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Positions and searches of torch in double precision; a search converts logits to single precision."""
+    in_single = torch.Tensor.float
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else in_single(x))
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def rounding_error(model: Model, inputs: list[SearchInput], chosen: dict[str, Any]) -> float:
+    """How far the token scores of torch are from those in double precision, infinite if other tokens are chosen."""
+    single = search(Scorer([model], blocked=BLOCKED), inputs, Options(**chosen))
+    with double_precision():
+        double = search(Scorer([model.double()], blocked=BLOCKED), inputs, Options(**chosen))
+    if [[output.ids for output in row] for row in single] != [[output.ids for output in row] for row in double]:
+        return np.inf
+    scores = [
+        np.concatenate([[0.0], *(output.token_scores for row in rows for output in row)]) for rows in (single, double)
+    ]
+    return float(np.abs(scores[0] - scores[1]).max())
 
 
 def native_search(

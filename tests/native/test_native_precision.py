@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
 from regard.decode.ensemble import Scorer
@@ -17,36 +16,39 @@ pytest.importorskip("regard_native")
 from regard_native import core
 
 from kit.native_build import CAN_BUILD, build
-from kit.native_models import BLOCKED, configs, describe, make_inputs, make_model, native_search, options
+from kit.native_models import (
+    BLOCKED,
+    configs,
+    describe,
+    double_precision,
+    make_inputs,
+    make_model,
+    native_search,
+    options,
+)
 
 TOLERANCE = 1e-12
 
 
 @pytest.fixture(scope="module")
-def double_precision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The engine compiled in double precision, and torch in double precision."""
+def double_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The engine compiled in double precision."""
     directory = build(tmp_path_factory.mktemp("double"), "-O1", "-DRN_DOUBLE")
-    in_single = torch.Tensor.float
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "_library", core.load_library(directory))
-        # The search converts logits to single precision.
-        patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else in_single(x))
-        torch.set_default_dtype(torch.float64)
         yield
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.skipif(not CAN_BUILD, reason="needs g++ and the sources")
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(config=configs(), chosen=options(), seed=st.integers(0, 1000))
-def test_outputs_in_double_precision_equal_those_of_the_reference(double_precision, config, chosen, seed):
-    torch.set_default_dtype(torch.float32)  # weights are stored in single precision
+def test_outputs_in_double_precision_equal_those_of_the_reference(double_library, config, chosen, seed):
     model = make_model(config, seed)
     description = describe(model)
-    torch.set_default_dtype(torch.float64)
     inputs = make_inputs(config, seed)
-    expected = search(Scorer([model.double()], blocked=BLOCKED), inputs, Options(**chosen))
+    with double_precision():
+        expected = search(Scorer([model.double()], blocked=BLOCKED), inputs, Options(**chosen))
     engine = core.Core(description.numbers, description.tensors, kernels="portable")
     for outputs, reference in zip(native_search(engine, inputs, chosen), expected, strict=True):
         assert [tuple(output.ids) for output in outputs] == [output.ids for output in reference]
