@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 from regard_native.core import Core
 from regard_native.pack import Description
 
 from regard.config import Config, Stack
-from regard.decode.ensemble import Scorer
 from regard.decode.phrases import Phrases, PhraseTexts, Spelling, make_phrases
-from regard.decode.request import Options
-from regard.decode.search import search
 from regard.decode.search_inputs import SearchInput
 from regard.model import Model
 from regard.weight_files import weights_of
@@ -25,6 +22,7 @@ from regard.weight_files import weights_of
 BLOCKED = (0, 1, 2)
 EOS = 3
 TOLERANCE = 1e-4
+PRECISE = 5e-6
 
 
 @st.composite
@@ -196,17 +194,21 @@ def double_precision() -> Iterator[None]:
             torch.set_default_dtype(torch.float32)
 
 
-def rounding_error(model: Model, inputs: list[SearchInput], chosen: dict[str, Any]) -> float:
-    """How far the token scores of torch are from those in double precision, infinite if other tokens are chosen."""
-    single = search(Scorer([model], blocked=BLOCKED), inputs, Options(**chosen))
-    with double_precision():
-        double = search(Scorer([model.double()], blocked=BLOCKED), inputs, Options(**chosen))
-    if [[output.ids for output in row] for row in single] != [[output.ids for output in row] for row in double]:
-        return np.inf
-    scores = [
-        np.concatenate([[0.0], *(output.token_scores for row in rows for output in row)]) for rows in (single, double)
-    ]
-    return float(np.abs(scores[0] - scores[1]).max())
+@contextmanager
+def accepting_amplified_errors(models: Sequence[Model], compute: Callable[[], Sequence[float]]) -> Iterator[None]:
+    """Ignore a failed comparison if the numbers of torch are imprecise: some random models amplify rounding errors."""
+    single = np.asarray(compute())
+    try:
+        yield
+    except AssertionError:
+        with double_precision():
+            for model in models:
+                model.double()
+            double = np.asarray(compute())
+            for model in models:
+                model.float()
+        assume(single.shape == double.shape and np.abs(single - double).max(initial=0.0) < PRECISE)
+        raise
 
 
 def native_search(

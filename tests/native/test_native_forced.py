@@ -18,7 +18,7 @@ pytest.importorskip("regard_native")
 
 from regard_native.core import Core, NativeError, available_kernels
 
-from kit.native_models import BLOCKED, EOS, configs, describe, make_inputs, make_model
+from kit.native_models import BLOCKED, EOS, accepting_amplified_errors, configs, describe, make_inputs, make_model
 
 TOLERANCE = 1e-4
 
@@ -60,8 +60,10 @@ def test_forced_pass_equals_that_of_torch(config, seed, count):
     results = core.force(sources, targets, top_tokens=min(count, config.target_vocab), blocked=BLOCKED, heads=heads)
     scorer = Scorer([model], blocked=BLOCKED)
     sources_by_run = [(source,) for source in sources]
-    for result, scores in zip(results, force(scorer, sources_by_run, targets), strict=True):
-        assert result.token_scores == pytest.approx(scores, abs=TOLERANCE)
+    scored = force(scorer, sources_by_run, targets)
+    with accepting_amplified_errors([model], lambda: np.concatenate(force(scorer, sources_by_run, targets)).tolist()):
+        for result, scores in zip(results, scored, strict=True):
+            assert result.token_scores == pytest.approx(scores, abs=TOLERANCE)
     tops = force_top(scorer, sources_by_run, targets, count, 8192) if count else [[]] * len(targets)
     for result, top in zip(results, tops, strict=True):
         for ours, theirs in zip(result.top_tokens, top, strict=True):

@@ -26,6 +26,7 @@ from kit.native_models import (
     BLOCKED,
     EOS,
     TOLERANCE,
+    accepting_amplified_errors,
     arguments_of,
     configs,
     describe,
@@ -49,15 +50,21 @@ def test_outputs_and_scores_equal_those_of_torch_on_every_instruction_set(config
         for name in available_kernels()
     ]
     assert all(result == results[0] for result in results)
-    for outputs, reference in zip(results[0], expected, strict=True):
-        check_outputs(outputs, reference)
+    with accepting_amplified_errors([model], lambda: numbers_of(Scorer([model], blocked=BLOCKED), inputs, chosen)):
+        for outputs, reference in zip(results[0], expected, strict=True):
+            check_outputs(outputs, reference)
+
+
+def numbers_of(scorer: Scorer, inputs: list[SearchInput], chosen: dict[str, Any]) -> list[float]:
+    outputs = [output for row in search(scorer, inputs, Options(**chosen)) for output in row]
+    return [number for output in outputs for number in (*output.ids, *output.token_scores)]
 
 
 def check_outputs(outputs: list[Decoded], reference: list[DecodedIds]) -> None:
     assert [tuple(output.ids) for output in outputs] == [output.ids for output in reference]
     for output, other in zip(outputs, reference, strict=True):
         assert output.token_scores == pytest.approx(other.token_scores, abs=TOLERANCE)
-        assert output.value == pytest.approx(other.value, abs=TOLERANCE)
+        assert output.value == pytest.approx(other.value, abs=TOLERANCE * max(1, len(output.ids)))
         assert output.limited == other.limited
 
 
@@ -70,9 +77,11 @@ def test_ensembles_give_the_outputs_of_torch_in_any_batch(members, chosen, seed)
     descriptions = [describe(model) for model in models]
     cores = [Core(each.numbers, each.tensors) for each in descriptions]
     together = native_search(cores, inputs, chosen, weights)
-    expected = search(Scorer(models, weights, BLOCKED), inputs, Options(**chosen))
-    for outputs, reference in zip(together, expected, strict=True):
-        check_outputs(outputs, reference)
+    scorer = Scorer(models, weights, BLOCKED)
+    expected = search(scorer, inputs, Options(**chosen))
+    with accepting_amplified_errors(models, lambda: numbers_of(scorer, inputs, chosen)):
+        for outputs, reference in zip(together, expected, strict=True):
+            check_outputs(outputs, reference)
     assert [native_search(cores, [item], chosen, weights)[0] for item in inputs] == together
 
 
