@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from regard.decode.ensemble import Scorer
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.request import Options
 from regard.decode.search import Sampler, _next_tokens, greedy, make_rules, search, steps, top_tokens
+from regard.decode.search_inputs import SearchInput
 
 pytest.importorskip("regard_native")
 

@@ -165,7 +165,7 @@ class NativeEngine(Engine):
                 exact=options.exact,
                 open_end=self.preparer.continues,
                 blocked=self.preparer.blocked,
-                after_prefix=self.preparer.combining,
+                after_prefix=[self.preparer.combining] * len(part),
                 no_repeat=options.no_repeat_ngram,
                 repetition_penalty=options.repetition_penalty,
             )
