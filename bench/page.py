@@ -117,7 +117,7 @@ def measure(browser: chromium.Chromium, run: Run, examples: list[Example], optio
             ready = browser.open(path)
             view_times = key_to_view(browser, options.field, text)
             browser.open(path)
-            browser.run(bundle("proof.js") + "; true")
+            browser.run(bundle("page/proof.js") + "; true")
             model, data = (f"document.getElementById('{name}').textContent" for name in ("model", "data"))
             browser.run(f"loadModel({model}, {data}, true)")
             answers, greedy_ms = generate(browser, inputs)

@@ -572,3 +572,18 @@ int top(const real* x, int size, int count, Candidate* out) {
 
 const Kernels rn::RN_KERNELS = {RN_NAME, multiply, multiply_int8, quantize,    normalize, activate, add,
                                 rotate,  attend<Source>, attend<Path>, gru, lstm, log_softmax, top};
+
+#ifdef __wasm_simd128__
+// The product of the live page, by tiles that keep its sums in the registers of browsers; `bias` may be null. The rows
+// of x are `in` apart, those of y padded(out). Compiled by `native/page_product.py`, which drops all other functions.
+extern "C" __attribute__((export_name("multiply"))) void multiply_page(const real* weight, const real* bias, int in,
+                                                                       int out, const real* x, int rows, real* y) {
+  Matrix m;
+  m.in = in;
+  m.out = out;
+  m.weight = weight;
+  m.bias = bias;
+  const Rows<real> tile = {x, size_t(in), nullptr, y, size_t(padded(out))};
+  for (int panel = 0; panel < padded(out) / LANES; panel++) multiply_rows<2, 1>(m, panel, panel + 1, tile, rows);
+}
+#endif

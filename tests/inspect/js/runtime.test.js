@@ -14,41 +14,57 @@ import {
   randomNumbers,
   sampleSearch,
 } from "../../../src/regard/web/page/search.js";
-import { decodeBytes, encodeBytes, halfToFloat, Kernel, padded } from "../../../src/regard/web/page/weights.js";
+import { decodeBytes, encodeBytes, halfToFloat, Weights } from "../../../src/regard/web/page/weights.js";
 
 const numbers = (seed, count) => {
   const draw = randomNumbers(seed);
   return Float32Array.from({ length: count }, () => 2 * draw() - 1);
 };
 
-function product(simd, rows, width, outs, bias) {
-  const kernel = new Kernel(outs * padded(width), simd),
-    at = kernel.allocate(outs * padded(width)),
-    w = numbers(1, outs * width);
-  for (let o = 0; o < outs; o++) kernel.floats.set(w.subarray(o * width, (o + 1) * width), at + o * padded(width));
-  return kernel.linear(numbers(2, rows * width), rows, { at, outs, width, bias });
+// A tensor as a page stores it: fp32 in base64.
+const stored = (shapes) => {
+  const tensors = {},
+    all = [];
+  Object.entries(shapes).forEach(([name, [shape, values]]) => {
+    tensors[name] = { shape, type: "f4", at: 4 * all.length };
+    all.push(...values);
+  });
+  return [tensors, Buffer.from(Float32Array.from(all).buffer).toString("base64")];
+};
+
+function layer(simd, width, outs, biased = true) {
+  const shapes = { "a.weight": [[outs, width], numbers(1, outs * width)] };
+  if (biased) shapes["a.bias"] = [[outs], numbers(3, outs)];
+  const weights = new Weights(...stored(shapes), simd);
+  assert.equal(weights.kernel.simd, simd);
+  return { weights, multiply: (x, rows) => weights.kernel.linear(x, rows, weights.linear("a")) };
 }
 
-test("products: SIMD and plain JavaScript give the sum of products", () => {
+test("products: SIMD sums in the order of the inputs and rounds every product and sum, plain JavaScript the total", () => {
+  const { fround } = Math;
   for (const [rows, width, outs] of [
     [1, 1, 1],
     [1, 3, 5],
-    [2, 8, 7],
+    [2, 8, 16],
+    [3, 16, 17],
     [5, 17, 33],
     [40, 192, 64],
   ]) {
     const bias = numbers(3, outs),
       w = numbers(1, outs * width),
       x = numbers(2, rows * width);
-    for (const simd of [true, false]) {
-      const y = product(simd, rows, width, outs, bias);
-      for (let r = 0; r < rows; r++)
-        for (let o = 0; o < outs; o++) {
-          let sum = bias[o];
-          for (let i = 0; i < width; i++) sum += x[r * width + i] * w[o * width + i];
-          assert.ok(Math.abs(y[r * outs + o] - sum) < 1e-4);
-        }
-    }
+    for (const simd of [true, false])
+      for (const biased of [true, false]) {
+        const rounded = simd ? fround : (v) => v;
+        const y = layer(simd, width, outs, biased).multiply(x, rows);
+        assert.equal(y.length, rows * outs);
+        for (let r = 0; r < rows; r++)
+          for (let o = 0; o < outs; o++) {
+            let sum = 0;
+            for (let i = 0; i < width; i++) sum = rounded(sum + rounded(x[r * width + i] * w[o * width + i]));
+            assert.equal(y[r * outs + o], biased ? fround(fround(sum) + bias[o]) : fround(sum));
+          }
+      }
   }
 });
 
@@ -56,15 +72,11 @@ test("products: the result of a row does not depend on the other rows", () => {
   const width = 40,
     outs = 9,
     most = 11,
-    x = numbers(2, most * width),
-    w = numbers(1, outs * width);
-  const kernel = new Kernel(outs * padded(width)),
-    at = kernel.allocate(outs * padded(width)),
-    matrix = { at, outs, width, bias: null };
-  for (let o = 0; o < outs; o++) kernel.floats.set(w.subarray(o * width, (o + 1) * width), at + o * padded(width));
-  const single = (r) => kernel.linear(x.subarray(r * width, (r + 1) * width), 1, matrix);
+    x = numbers(2, most * width);
+  const { multiply } = layer(true, width, outs);
+  const single = (r) => multiply(x.subarray(r * width, (r + 1) * width), 1);
   for (let rows = 1; rows <= most; rows++) {
-    const y = kernel.linear(x.subarray(0, rows * width), rows, matrix);
+    const y = multiply(x.subarray(0, rows * width), rows);
     for (let r = 0; r < rows; r++)
       assert.deepEqual(y.slice(r * outs, (r + 1) * outs), single(r), `row ${r} of ${rows}`);
   }
@@ -72,13 +84,28 @@ test("products: the result of a row does not depend on the other rows", () => {
 
 test("products: growing scratch space does not change the weights", () => {
   for (const simd of [true, false]) {
-    const kernel = new Kernel(64, simd),
-      at = kernel.allocate(64);
-    kernel.floats.fill(1, at, at + 64);
-    const many = kernel.linear(new Float32Array(8 * 300_000).fill(0.5), 300_000, { at, outs: 8, width: 8, bias: null });
+    const { weights, multiply } = layer(simd, 8, 8),
+      x = numbers(4, 8),
+      before = multiply(x, 1);
+    const many = multiply(new Float32Array(8 * 300_000).fill(0.5), 300_000);
     assert.equal(many.length, 8 * 300_000);
-    assert.ok(many.every((v) => v === 4));
+    assert.deepEqual(multiply(x, 1), before);
+    assert.deepEqual(weights.vector("a.weight"), numbers(1, 64));
   }
+});
+
+test("tensors of any shape are read as they were stored", () => {
+  const shapes = {
+    vector: [[5], numbers(1, 5)],
+    matrix: [[19, 7], numbers(2, 19 * 7)],
+    heads: [[3, 2, 5], numbers(3, 30)],
+    last: [[16, 1], numbers(4, 16)],
+  };
+  const weights = new Weights(...stored(shapes));
+  for (const [name, [, values]] of Object.entries(shapes)) assert.deepEqual(weights.vector(name), values);
+  for (let r = 0; r < 19; r++) assert.deepEqual(weights.row("matrix", r), shapes.matrix[1].slice(7 * r, 7 * (r + 1)));
+  assert.equal(weights.vector("absent"), null);
+  assert.equal(weights.linear("absent"), null);
 });
 
 test("bytes of any length round-trip through base 64", () => {

@@ -6,10 +6,7 @@ import { Attention, sigmoid } from "./attention.js";
 // One GRU or LSTM layer in one direction; a state is {h} or {h, c}.
 class Cell {
   constructor(weights, name, mixer, suffix = "") {
-    const layer = (part) => ({
-      ...weights.tensors.get(`${name}.weight_${part}_l0${suffix}`),
-      bias: weights.vector(`${name}.bias_${part}_l0${suffix}`),
-    });
+    const layer = (part) => weights.matrix(`${name}.weight_${part}_l0${suffix}`, `${name}.bias_${part}_l0${suffix}`);
     this.kernel = weights.kernel;
     this.mixer = mixer;
     this.input = layer("ih");

@@ -1,32 +1,33 @@
 // @ts-check
 // The weights of a model, decoded from bytes, and the matrix product.
 
-// Memory and the only matrix product: rows of x times a matrix with padded rows. WebAssembly with SIMD computes it
-// where available; plain JavaScript is the fallback, with the same layout.
+import { PRODUCT } from "./product.js";
 
-const LANES = 8; // floats per iteration of the inner loop; rows are zero-padded to a multiple
-export const padded = (width) => Math.ceil(width / LANES) * LANES;
+// Memory and the only matrix product: rows of x times a matrix. A matrix is stored in panels of 16 outputs, as in the
+// native engine: [panel][input][output]. WebAssembly with SIMD computes the product of the native engine where available
+// (product.js); plain JavaScript is the fallback, with the same layout. It sums in double precision.
 
-// product.wat, assembled: (x, rows, w, y, bytes of a padded row, rows of w)
-const PRODUCT =
-  "AGFzbQEAAAABCgFgBn9/f39/fwACCAEBbQFtAgABAwIBAAcFAQFmAAAK8QEB7gECCH8CeyAFQQJ0IQ0gBSEGA0AgACEIIAMhCSABIQcgAiAEaiEM" +
-  "A0D9DAAAAAAAAAAAAAAAAAAAAAAhDv0MAAAAAAAAAAAAAAAAAAAAACEPIAIhCiAIIQsDQCAOIAr9AAQAIAv9AAQA/eYB/eQBIQ4gDyAK/QAEECAL" +
-  "/QAEEP3mAf3kASEPIApBIGohCiALQSBqIQsgCiAMSQ0ACyAOIA/95AEhDiAJIA79HwAgDv0fAZIgDv0fApIgDv0fA5I4AgAgCCAEaiEIIAkgDWoh" +
-  "CSAHQQFrIgcNAAsgDCECIANBBGohAyAGQQFrIgYNAAsL";
+const LANES = 16;
+const STACK = 1024; // floats at the start of the memory: the stack of the compiled product
+const padded = (width) => Math.ceil(width / LANES) * LANES;
+
+// Where row `o` of a matrix in panels starts; its numbers are LANES apart.
+const rowStart = (at, o, width) => at + (o - (o % LANES)) * width + (o % LANES);
 
 // Weights and scratch space in one buffer of floats, and the product over it.
 export class Kernel {
   // `floats`: capacity for all weights; `simd` false: plain JavaScript.
   constructor(floats, simd = true) {
-    this.used = LANES;
+    this.used = STACK;
     /** @type {Function | null} */
     this.multiply = null;
-    const pages = Math.ceil((4 * (floats + LANES)) / 65536) + 16;
+    const pages = Math.ceil((4 * (floats + STACK)) / 65536) + 16;
     if (simd && typeof WebAssembly === "object") {
       try {
         this.memory = new WebAssembly.Memory({ initial: pages });
         const module = new WebAssembly.Module(decodeBytes(PRODUCT)); // small enough to compile synchronously
-        this.multiply = /** @type {Function} */ (new WebAssembly.Instance(module, { m: { m: this.memory } }).exports.f);
+        const instance = new WebAssembly.Instance(module, { env: { memory: this.memory } });
+        this.multiply = /** @type {Function} */ (instance.exports.multiply);
       } catch {
         this.memory = null;
       } // no SIMD, or forbidden by a policy
@@ -63,40 +64,44 @@ export class Kernel {
     return this.used;
   }
 
-  // x (rows, width) times the matrix {at, outs, width}, plus its bias -> (rows, outs)
-  linear(x, rows, matrix) {
-    const { at, outs, width, bias } = matrix,
-      stride = padded(width);
-    const from = this.scratch(rows * stride + padded(rows * outs)),
-      to = from + rows * stride,
+  // x (rows, width) times the matrix {at, outs, width}, plus the bias at index `bias`, 0 for none -> (rows, outs)
+  linear(x, rows, { at, outs, width, bias }) {
+    const stride = padded(outs),
+      from = this.scratch(padded(rows * width) + rows * stride),
+      to = from + padded(rows * width),
       f = this.floats;
-    for (let r = 0; r < rows; r++) {
-      const start = from + r * stride;
-      f.set(x.subarray(r * width, (r + 1) * width), start);
-      if (width < stride) f.fill(0, start + width, start + stride);
-    }
-    if (this.multiply) this.multiply(4 * from, rows, 4 * at, 4 * to, 4 * stride, outs);
-    else plainMultiply(f, from, rows, at, to, stride, outs);
-    const y = f.slice(to, to + rows * outs);
-    if (bias) for (let r = 0; r < rows; r++) for (let o = 0; o < outs; o++) y[r * outs + o] += bias[o];
+    f.set(x.subarray(0, rows * width), from);
+    if (this.multiply) this.multiply(4 * at, 4 * bias, width, outs, 4 * from, rows, 4 * to);
+    else plainMultiply(f, at, bias, width, outs, from, rows, to);
+    if (outs === stride) return f.slice(to, to + rows * outs);
+    const y = new Float32Array(rows * outs);
+    for (let r = 0; r < rows; r++) y.set(f.subarray(to + r * stride, to + r * stride + outs), r * outs);
     return y;
   }
 }
 
-function plainMultiply(f, x, rows, w, y, stride, outs) {
-  for (let o = 0; o < outs; o++, w += stride) {
+function plainMultiply(f, at, bias, width, outs, from, rows, to) {
+  const stride = padded(outs);
+  for (let o = 0; o < outs; o += 4) {
+    const start = rowStart(at, o, width);
     for (let r = 0; r < rows; r++) {
       let a = 0,
         b = 0,
         c = 0,
         d = 0;
-      for (let p = w, q = x + r * stride, end = w + stride; p < end; p += 4, q += 4) {
-        a += f[p] * f[q];
-        b += f[p + 1] * f[q + 1];
-        c += f[p + 2] * f[q + 2];
-        d += f[p + 3] * f[q + 3];
+      for (let p = start, q = from + r * width, end = q + width; q < end; p += LANES, q++) {
+        const v = f[q];
+        a += v * f[p];
+        b += v * f[p + 1];
+        c += v * f[p + 2];
+        d += v * f[p + 3];
       }
-      f[y + r * outs + o] = a + b + c + d;
+      const y = to + r * stride + o;
+      f[y] = a;
+      f[y + 1] = b;
+      f[y + 2] = c;
+      f[y + 3] = d;
+      if (bias) for (let i = 0; i < 4; i++) f[y + i] += f[bias + o + i];
     }
   }
 }
@@ -168,26 +173,26 @@ export class Weights {
   // tensors: name -> {shape, type, at}; two names may share an entry. `simd` false: no WebAssembly.
   constructor(tensors, text, simd = true) {
     const bytes = decodeBytes(text),
-      entries = [...new Set(Object.values(tensors).map((entry) => entry.at))];
-    const one = new Map(Object.values(tensors).map((entry) => [entry.at, entry]));
-    const matrix = ({ shape }) => [shape.slice(0, -1).reduce((a, b) => a * b, 1), shape[shape.length - 1]];
-    this.kernel = new Kernel(
-      entries.reduce((sum, at) => {
-        const [rows, width] = matrix(one.get(at));
-        return sum + padded(rows * padded(width));
-      }, 0),
-      simd,
-    );
+      entries = new Map(Object.values(tensors).map((entry) => [entry.at, entry]));
+    const sizes = new Map(Array.from(entries, ([at, { shape }]) => [at, sizeOf(shape)]));
+    let floats = 0;
+    for (const { outs, width, panels } of sizes.values())
+      floats += padded(panels ? padded(outs) * width : outs * width);
+    this.kernel = new Kernel(floats, simd);
     const placed = new Map();
-    for (const at of entries) {
-      const entry = one.get(at),
-        [rows, width] = matrix(entry),
-        stride = padded(width);
-      const start = this.kernel.allocate(rows * stride);
-      readRows(bytes, entry, rows, width, (r, i, value) => {
-        this.kernel.floats[start + r * stride + i] = value;
-      });
-      placed.set(at, { at: start, outs: rows, width, shape: entry.shape });
+    for (const [at, entry] of entries) {
+      const { outs, width, panels } = sizes.get(at),
+        start = this.kernel.allocate(panels ? padded(outs) * width : outs * width),
+        f = this.kernel.floats;
+      if (panels)
+        readRows(bytes, entry, outs, width, (r, i, value) => {
+          f[rowStart(start, r, width) + i * LANES] = value;
+        });
+      else
+        readRows(bytes, entry, outs, width, (r, i, value) => {
+          f[start + r * width + i] = value;
+        });
+      placed.set(at, { at: start, outs, width, panels, shape: entry.shape });
     }
     this.tensors = new Map(Object.entries(tensors).map(([name, entry]) => [name, placed.get(entry.at)]));
   }
@@ -198,27 +203,41 @@ export class Weights {
 
   // A tensor as floats, or null if the model lacks it.
   vector(name) {
-    const found = this.tensors.get(name);
-    if (!found) return null;
-    const out = new Float32Array(found.outs * found.width),
-      stride = padded(found.width);
-    for (let r = 0; r < found.outs; r++)
-      out.set(this.kernel.floats.subarray(found.at + r * stride, found.at + r * stride + found.width), r * found.width);
+    const tensor = this.tensors.get(name);
+    if (!tensor) return null;
+    const { at, outs, width, panels } = tensor;
+    if (!panels) return this.kernel.floats.slice(at, at + outs * width);
+    const out = new Float32Array(outs * width);
+    for (let r = 0; r < outs; r++) out.set(this.row(name, r), r * width);
     return out;
   }
 
-  // A linear layer: the matrix `name`.weight with the bias `name`.bias, or null.
+  // A matrix with its bias, or null.
+  matrix(weight, bias) {
+    const matrix = this.tensors.get(weight);
+    return matrix ? { ...matrix, bias: this.has(bias) ? this.tensors.get(bias).at : 0 } : null;
+  }
+
+  // A linear layer, or null.
   linear(name) {
-    const found = this.tensors.get(`${name}.weight`);
-    return found ? { ...found, bias: this.vector(`${name}.bias`) } : null;
+    return this.matrix(`${name}.weight`, `${name}.bias`);
   }
 
   // One row of a table.
   row(name, index) {
-    const found = this.tensors.get(name),
-      start = found.at + index * padded(found.width);
-    return this.kernel.floats.slice(start, start + found.width);
+    const { at, width } = this.tensors.get(name),
+      start = rowStart(at, index, width),
+      f = this.kernel.floats,
+      out = new Float32Array(width);
+    for (let i = 0; i < width; i++) out[i] = f[start + i * LANES];
+    return out;
   }
+}
+
+// The rows of a tensor and their width. Matrices are stored in panels.
+function sizeOf(shape) {
+  const width = shape[shape.length - 1];
+  return { outs: shape.slice(0, -1).reduce((a, b) => a * b, 1), width, panels: shape.length === 2 };
 }
 
 function readRows(bytes, { type, at }, rows, width, put) {
