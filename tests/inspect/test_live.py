@@ -335,7 +335,7 @@ def test_unsupported_and_broken_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="LSH"):
         live_page(family("lm-hashed"))
     run = letters()
-    broken = dataclasses.replace(run, model=Model(run.config).eval())
+    broken = dataclasses.replace(run, weights=Model(run.config).eval())
     with torch.no_grad():
         for x in broken.model.parameters():
             x.fill_(math.nan)
