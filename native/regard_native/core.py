@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -154,13 +154,18 @@ class Phrases(Protocol):
     need_MQ: np.ndarray
 
 
+Others: TypeAlias = (
+    "Sequence[tuple[Core, Sequence[Sequence[int]]]]"  # further models of an ensemble, with their sources
+)
+
+
 @dataclass(slots=True)
 class Search:
     """Sources in token ids, with the rules of each and the options of all."""
 
     sources: Sequence[Sequence[int]]
     limits: Sequence[int]  # most output tokens, the end token not counted
-    others: Sequence[tuple[Core, Sequence[Sequence[int]]]] = ()  # of an ensemble: further models with their sources
+    others: Others = ()
     weights: Sequence[float] = ()  # of the models of an ensemble; default: equal ones
     minimums: Sequence[int] | None = None  # fewest output tokens
     prefixes: Sequence[Sequence[int]] | None = None
@@ -219,7 +224,7 @@ def load_library(directory: Path) -> ctypes.CDLL:
     library.rn_free_model.argtypes = (c_void_p,)
     library.rn_workspace.restype = c_void_p
     library.rn_free_workspace.argtypes = (c_void_p,)
-    library.rn_score.argtypes = (c_void_p, c_void_p, POINTER(_Inputs), POINTER(_Forced))
+    library.rn_score.argtypes = (POINTER(_Ensemble), POINTER(_Inputs), POINTER(_Forced), POINTER(c_char_p))
     arguments = (POINTER(_Ensemble), POINTER(_Options), POINTER(_Inputs), POINTER(_Results))
     library.rn_search.argtypes = arguments
     library.rn_begin.argtypes = (*arguments, POINTER(c_void_p))
@@ -323,17 +328,21 @@ class Core:
         sources: Sequence[Sequence[int]],
         targets: Sequence[Sequence[int]],
         *,
+        others: Others = (),
+        weights: Sequence[float] = (),
         top_tokens: int = 0,
         blocked: Sequence[int] = (),
         heads: Sequence[tuple[int, int]] = (),
     ) -> list[Forced]:
         """Read given targets, which include their end token. Consecutive pairs with the same source share its encoding.
 
-        `blocked` tokens are never among the `top_tokens`. `heads` are cross-attention heads as (layer, head).
+        `blocked` tokens are never among the `top_tokens`. `heads` are cross-attention heads of this model as (layer,
+        head). `others` and `weights` make an ensemble, as in `Search`.
         """
         if not sources:
             return []
-        source_ids, source_end = _joined(sources)
+        members = _Members(self, self._workspace(), sources, others, weights)
+        source_ids, source_end = members.sources
         target_ids, target_end = _joined(targets)
         lengths = np.asarray([len(target) for target in targets], dtype=np.int32)
         inputs = _Inputs(
@@ -349,8 +358,9 @@ class Core:
         scores = np.empty(int(target_end[-1]), dtype=self._real)
         top_ids = np.empty((len(scores), top_tokens), dtype=np.int32)
         top_scores = np.empty(top_ids.shape, dtype=self._real)
-        sizes = lengths.astype(np.int64) * np.diff(source_end, prepend=0) if heads else np.zeros(len(targets), np.int64)
-        weights = np.zeros(int(sizes.sum()), dtype=self._real)
+        source_lengths = np.diff(source_end[: len(sources)], prepend=0)
+        sizes = lengths.astype(np.int64) * source_lengths if heads else np.zeros(len(targets), np.int64)
+        alignment = np.zeros(int(sizes.sum()), dtype=self._real)
         forced = _Forced(
             top_tokens,
             len(blocked_ids),
@@ -360,9 +370,10 @@ class Core:
             scores.ctypes.data,
             top_ids.ctypes.data,
             top_scores.ctypes.data,
-            weights.ctypes.data,
+            alignment.ctypes.data,
         )
-        _check(_library.rn_score(self._model, self._workspace().handle, byref(inputs), byref(forced)))
+        problem = c_char_p()
+        _check(_library.rn_score(byref(members.ensemble), byref(inputs), byref(forced), byref(problem)), problem.value)
         rows = [row.tolist() for row in np.split(scores, target_end[:-1])]
         tops: list[list[list[tuple[int, float]]]] = [[] for _ in targets]
         if top_tokens:
@@ -370,7 +381,7 @@ class Core:
             tops = [[_present(*row) for row in zip(*each, strict=True)] for each in zip(*pairs, strict=True)]
         matrices: list[np.ndarray | None] = [None] * len(targets)
         if heads:
-            parts = np.split(weights, np.cumsum(sizes)[:-1])
+            parts = np.split(alignment, np.cumsum(sizes)[:-1])
             matrices = [part.reshape(len(target), -1) for part, target in zip(parts, targets, strict=True)]
         return [Forced(*each) for each in zip(rows, tops, matrices, strict=True)]
 
@@ -381,7 +392,9 @@ class Core:
         return workspace
 
 
-def _check(status: int) -> None:
+def _check(status: int, problem: bytes | None = None) -> None:
+    if status == INVALID and problem:
+        raise NativeError(problem.decode())
     if status:
         raise OutOfMemory(STATUS[1]) if status == 1 else NativeError(STATUS[status])
 
@@ -391,38 +404,51 @@ def _present(ids: np.ndarray, scores: np.ndarray) -> list[tuple[int, float]]:
     return [(token, score) for token, score in zip(ids.tolist(), scores.tolist(), strict=True) if token >= 0]
 
 
+class _Members:
+    """The models of an ensemble, or one model, and the ids of their sources."""
+
+    def __init__(
+        self,
+        core: Core,
+        workspace: _Workspace,
+        sources: Sequence[Sequence[int]],
+        others: Others,
+        weights: Sequence[float],
+    ) -> None:
+        cores = [core, *(other for other, _ in others)]
+        self._workspaces = [workspace, *(other._workspace() for other, _ in others)]
+        weights = weights or [1] * len(cores)
+        if len(weights) != len(cores):
+            raise NativeError(f"weights: {len(weights)} given for {len(cores)} models; give one for each")
+        if any(len(rows) != len(sources) for _, rows in others):
+            raise NativeError("others: every model needs its ids of every source")
+        total = math.fsum(weights)
+        self.sources = _joined([*sources, *(source for _, rows in others for source in rows)])
+        self.ensemble = _Ensemble(
+            len(cores),
+            (c_void_p * len(cores))(*(each._model for each in cores)),
+            (c_void_p * len(cores))(*(each.handle for each in self._workspaces)),
+            (c_double * len(cores))(*(weight / total for weight in weights)),
+        )
+
+
 class _Call:
     """The arguments of a search in the core, with the arrays that they point to."""
 
     def __init__(self, core: Core, search: Search, workspace: _Workspace) -> None:
         self._arrays: list[np.ndarray] = []
         self._search = search
-        cores = [core, *(other for other, _ in search.others)]
-        self._workspaces = [workspace, *(other._workspace() for other in cores[1:])]
-        weights = search.weights or [1] * len(cores)
-        if len(weights) != len(cores):
-            raise NativeError(f"weights: {len(weights)} given for {len(cores)} models; give one for each")
-        if any(len(sources) != len(search.sources) for _, sources in search.others):
-            raise NativeError("others: every model needs its ids of every source")
-        total = math.fsum(weights)
-        self._ensemble = _Ensemble(
-            len(cores),
-            (c_void_p * len(cores))(*(each._model for each in cores)),
-            (c_void_p * len(cores))(*(each.handle for each in self._workspaces)),
-            (c_double * len(cores))(*(weight / total for weight in weights)),
-        )
+        self._members = _Members(core, workspace, search.sources, search.others, search.weights)
         samples = self._samples()
         stages = max(search.stages, default=0) if search.phrases and search.stages else 0
         self.width = samples or search.beam + stages
         self.options = self._options(samples)
         self._inputs = self._input_lists()
         self.results = _Results()
-        self.arguments = byref(self._ensemble), byref(self.options), byref(self._inputs), byref(self.results)
+        self.arguments = byref(self._members.ensemble), byref(self.options), byref(self._inputs), byref(self.results)
 
     def check(self, status: int) -> None:
         """Raise the error of a search that has failed."""
-        if status == INVALID:
-            raise NativeError((self.results.problem or b"").decode())
         if status == 1:
             search = self._search
             raise OutOfMemory(
@@ -430,7 +456,7 @@ class _Call:
                 f"{max(map(len, search.sources)):,} tokens, with {self.width} hypotheses, needs more than this machine "
                 "has; lower max_length or beam"
             )
-        _check(status)
+        _check(status, self.results.problem)
 
     def _samples(self) -> int:
         noise = self._search.noise
@@ -467,12 +493,11 @@ class _Call:
     def _input_lists(self) -> _Inputs:
         search = self._search
         count = len(search.sources)
-        sources = [*search.sources, *(source for _, rows in search.others for source in rows)]
         per_input = search.limits, search.minimums, search.prefixes, search.after_prefix, search.phrases, search.stages
         if any(values is not None and len(values) != count for values in per_input):
             raise NativeError(f"give one value of each rule for each of the {count} sources")
         inputs = _Inputs(count=count, limits=self._pointer(search.limits, np.int32))
-        inputs.sources, inputs.source_end = self._lists(sources)
+        inputs.sources, inputs.source_end = (array.ctypes.data for array in self._members.sources)
         if search.minimums is not None:
             inputs.minimums = self._pointer(search.minimums, np.int32)
         if search.prefixes is not None:

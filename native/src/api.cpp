@@ -85,6 +85,6 @@ EXPORT int32_t rn_begin(const Ensemble* ensemble, const Options* options, const 
 EXPORT int32_t rn_step(Search* search, Step* step) { return advance(search, step); }
 
 // Score given outputs; fills the arrays of `forced`.
-EXPORT int32_t rn_score(const Model* model, Workspace* workspace, const Inputs* inputs, const Forced* forced) {
-  return score(*model, *inputs, workspace, *forced);
+EXPORT int32_t rn_score(const Ensemble* ensemble, const Inputs* inputs, const Forced* forced, const char** problem) {
+  return score(*ensemble, *inputs, *forced, problem);
 }

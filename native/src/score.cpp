@@ -23,16 +23,17 @@ struct Pair {
   real* alignment;  // or null
 };
 
-// One model, which reads consecutive pairs together. Neighbours with the same source share its encoding or, without an
+// One model of an ensemble, which reads consecutive pairs together. Neighbours with the same source share its encoding or, without an
 // encoder, the nodes of the prompt.
 class Reader {
  public:
-  Reader(const Model& model, const Inputs& inputs, Workspace* space)
-      : model_(model), inputs_(inputs), arena_(&space->memory), source_positions_(space->source_positions),
-        target_positions_(space->target_positions) {}
+  Reader(const Ensemble& ensemble, int member, const Inputs& inputs)
+      : model_(*ensemble.models[member]), member_(member), inputs_(inputs), arena_(&ensemble.spaces[0]->memory),
+        source_positions_(ensemble.spaces[member]->source_positions),
+        target_positions_(ensemble.spaces[member]->target_positions) {}
 
   // How many tokens pair `i` adds to a batch that begins at `first`.
-  int source_rows(int first, int i) const { return encodes() && !repeats(first, i) ? inputs_.source_length(i) : 0; }
+  int source_rows(int first, int i) const { return encodes() && !repeats(first, i) ? source_length(i) : 0; }
   int target_rows(int first, int i) const { return length(i) - (repeats(first, i) ? prompt(i) : 0); }
 
   // Note the memory that a batch needs.
@@ -45,7 +46,7 @@ class Reader {
       target += target_rows(first, i);
       states += inputs_.prefix_length(i);
       path += length(i);
-      longest_source_ = std::max(longest_source_, inputs_.source_length(i));
+      longest_source_ = std::max(longest_source_, source_length(i));
       longest_path_ = std::max(longest_path_, length(i));
     }
     most_rows_ = std::max(most_rows_, std::max(source, target));
@@ -97,7 +98,7 @@ class Reader {
       for (int t = 0; t < length(i); t++) path[t] = t < shared ? pairs_[i - first - 1].path[t] : node++;
       path += length(i);
       start += inputs_.prefix_length(i);
-      if (alignment) alignment += size_t(inputs_.prefix_length(i)) * inputs_.source_length(i);
+      if (alignment) alignment += size_t(inputs_.prefix_length(i)) * source_length(i);
     }
     if (encodes()) encode(first, end);
     if (model_.decoder.recurrent())
@@ -111,15 +112,17 @@ class Reader {
 
  private:
   bool encodes() const { return model_.encoder.present; }
+  const int32_t* source(int i) const { return inputs_.source(i, member_); }
+  int source_length(int i) const { return inputs_.source_length(i, member_); }
 
   // Tokens that the decoder reads before the one that predicts the first token of the output.
-  int prompt(int i) const { return encodes() ? 0 : inputs_.source_length(i) - 1; }
+  int prompt(int i) const { return encodes() ? 0 : source_length(i) - 1; }
   int length(int i) const { return prompt(i) + inputs_.prefix_length(i); }
 
   bool repeats(int first, int i) const {
-    const int length = inputs_.source_length(i);
-    return i > first && length == inputs_.source_length(i - 1) &&
-           !memcmp(inputs_.source(i), inputs_.source(i - 1), sizeof(int32_t) * size_t(length));
+    const int length = source_length(i);
+    return i > first && length == source_length(i - 1) &&
+           !memcmp(source(i), source(i - 1), sizeof(int32_t) * size_t(length));
   }
 
   void encode(int first, int end) {
@@ -128,7 +131,7 @@ class Reader {
       const int own = source_rows(first, i);
       if (!own) continue;
       for (int s = 0; s < own; s++)
-        rows_[rows++] = {inputs_.source(i)[s], s, encoder_blocks_ + blocks, own, nullptr, nullptr};
+        rows_[rows++] = {source(i)[s], s, encoder_blocks_ + blocks, own, nullptr, nullptr};
       sources_[count].blocks = blocks_ + blocks;
       sources_[count++].length = own;
       blocks += padded(own) / LANE_COUNT;
@@ -138,10 +141,10 @@ class Reader {
 
   // What the decoder reads at a position.
   Row row(int i, const Pair& pair, int position) const {
-    const int32_t *source = inputs_.source(i), *target = inputs_.prefix(i);
-    const int size = inputs_.source_length(i);
+    const int32_t* target = inputs_.prefix(i);
+    const int size = source_length(i);
     if (!encodes()) {
-      const int token = position < size ? source[position] : target[position - size];
+      const int token = position < size ? source(i)[position] : target[position - size];
       return {token, position, nullptr, 0, pair.path, nullptr};
     }
     const int token = position ? target[position - 1] : model_.start;
@@ -184,6 +187,7 @@ class Reader {
   }
 
   const Model& model_;
+  const int member_;
   const Inputs& inputs_;
   Arena* arena_;
   Positions &source_positions_, &target_positions_;
@@ -200,28 +204,23 @@ class Reader {
 
 class Scoring {
  public:
-  Scoring(const Model& model, const Inputs& inputs, Workspace* space, const Forced& forced)
-      : model_(model), inputs_(inputs), arena_(&space->memory), forced_(forced), reader_(model, inputs, space) {}
+  Scoring(const Ensemble& ensemble, const Inputs& inputs, const Forced& forced)
+      : ensemble_(ensemble), model_(*ensemble.models[0]), inputs_(inputs), arena_(&ensemble.spaces[0]->memory),
+        forced_(forced) {}
 
   Status run() {
-    for (int first = 0, end; first < inputs_.count; first = end) {
-      end = batch_end(first);
-      reader_.measure(first, end);
-    }
-    logits_ = arena_->take<real>(size_t(CHUNK) * padded(model_.target_vocab));
-    top_ = arena_->take<Candidate>(size_t(forced_.top_tokens) + 1);
-    watched_ = arena_->take<Watched>(size_t(forced_.head_count) + 1);
-    if (arena_->failed() || !reader_.reserve()) return OUT_OF_MEMORY;
+    if (!reserve()) return OUT_OF_MEMORY;
     for (int h = 0; h < forced_.head_count; h++)
       watched_[h] = {&model_.decoder.layer[forced_.heads[2 * h]].cross, forced_.heads[2 * h + 1]};
-    reader_.space.watched = watched_;
-    reader_.space.watched_count = forced_.head_count;
+    readers_[0].space.watched = watched_;
+    readers_[0].space.watched_count = forced_.head_count;
     real* alignment = forced_.head_count ? forced_.alignment : nullptr;
     size_t done = 0;
     for (int first = 0, end; first < inputs_.count; first = end) {
       end = batch_end(first);
       const int tokens = int(inputs_.prefix_end[end - 1]) - int(done);
-      if (!predict_tokens(reader_.read(first, end, alignment), done, tokens)) return NOT_NUMBERS;
+      for (int m = 0; m < ensemble_.count; m++) states_[m] = readers_[m].read(first, end, m ? nullptr : alignment);
+      if (!predict_tokens(done, tokens)) return NOT_NUMBERS;
       done += size_t(tokens);
       for (int i = first; alignment && i < end; i++)
         alignment += size_t(inputs_.prefix_length(i)) * inputs_.source_length(i);
@@ -230,24 +229,52 @@ class Scoring {
   }
 
  private:
-  // The pair after the last one of a batch.
-  int batch_end(int first) const {
-    int source = 0, target = 0, i = first;
-    for (; i < inputs_.count && i < first + BATCH_PAIRS; i++) {
-      source += reader_.source_rows(first, i);
-      target += reader_.target_rows(first, i);
-      if (i > first && std::max(source, target) > BATCH_ROWS) break;
+  bool reserve() {
+    const size_t count = size_t(ensemble_.count), logits = size_t(CHUNK) * padded(model_.target_vocab);
+    readers_ = arena_->take<Reader>(count);
+    states_ = arena_->take<const real*>(count);
+    logits_ = arena_->take<real>(logits);
+    other_logits_ = arena_->take<real>(count > 1 ? logits : 0);
+    top_ = arena_->take<Candidate>(size_t(forced_.top_tokens) + 1);
+    watched_ = arena_->take<Watched>(size_t(forced_.head_count) + 1);
+    if (arena_->failed()) return false;
+    for (int m = 0; m < ensemble_.count; m++) new (readers_ + m) Reader(ensemble_, m, inputs_);
+    for (int first = 0, end; first < inputs_.count; first = end) {
+      end = batch_end(first);
+      for (int m = 0; m < ensemble_.count; m++) readers_[m].measure(first, end);
     }
-    return i;
+    for (int m = 0; m < ensemble_.count; m++)
+      if (!readers_[m].reserve()) return false;
+    return true;
   }
 
-  // Compare the predictions of states with `count` tokens of the outputs, from token `done` on.
-  bool predict_tokens(const real* states, size_t done, int count) {
-    const size_t width = size_t(padded(model_.decoder.width)), vocab = size_t(padded(model_.target_vocab));
+  // The pair after the last one of a batch.
+  int batch_end(int first) const {
+    int end = inputs_.count;
+    for (int m = 0; m < ensemble_.count; m++) {
+      int source = 0, target = 0, i = first;
+      for (; i < end && i < first + BATCH_PAIRS; i++) {
+        source += readers_[m].source_rows(first, i);
+        target += readers_[m].target_rows(first, i);
+        if (i > first && std::max(source, target) > BATCH_ROWS) break;
+      }
+      end = i;
+    }
+    return end;
+  }
+
+  // Compare the predictions of the states with `count` tokens of the outputs, from token `done` on.
+  bool predict_tokens(size_t done, int count) {
+    const size_t vocab = size_t(padded(model_.target_vocab));
     for (int start = 0; start < count; start += CHUNK) {
       const int rows = std::min(CHUNK, count - start);
-      memcpy(reader_.space.x, states + size_t(start) * width, sizeof(real) * size_t(rows) * width);
-      predict(model_, rows, &reader_.space, logits_);
+      for (int m = 0; m < ensemble_.count; m++) {
+        const Model& model = *ensemble_.models[m];
+        const size_t width = size_t(padded(model.decoder.width));
+        memcpy(readers_[m].space.x, states_[m] + size_t(start) * width, sizeof(real) * size_t(rows) * width);
+        predict(model, rows, &readers_[m].space, m ? other_logits_ : logits_);
+        combine(ensemble_, m, other_logits_, size_t(rows) * vocab, logits_);
+      }
       for (int r = 0; r < rows; r++) {
         real* logp = logits_ + size_t(r) * vocab;
         const size_t token = done + size_t(start + r);
@@ -270,37 +297,41 @@ class Scoring {
     }
   }
 
-  const Model& model_;
+  const Ensemble& ensemble_;
+  const Model& model_;  // the first one
   const Inputs& inputs_;
   Arena* arena_;
   const Forced& forced_;
-  Reader reader_;
-  real* logits_ = nullptr;
+  Reader* readers_ = nullptr;
+  const real** states_ = nullptr;  // of each model
+  real *logits_ = nullptr, *other_logits_ = nullptr;
   Candidate* top_ = nullptr;
   Watched* watched_ = nullptr;
 };
 
-bool valid_request(const Model& model, const Forced& forced) {
-  if (forced.top_tokens < 0 || forced.top_tokens > model.target_vocab || forced.head_count < 0) return false;
+const char* problem_of_request(const Model& model, const Forced& forced) {
+  if (forced.top_tokens < 0 || forced.top_tokens > model.target_vocab || forced.head_count < 0)
+    return "the number of tokens or heads is negative or above that of the model";
   for (int i = 0; i < forced.blocked_count; i++)
-    if (forced.blocked[i] < 0 || forced.blocked[i] >= model.target_vocab) return false;
+    if (forced.blocked[i] < 0 || forced.blocked[i] >= model.target_vocab)
+      return "a blocked token id is outside the vocabulary";
   for (int h = 0; h < forced.head_count; h++) {
     const int layer = forced.heads[2 * h], head = forced.heads[2 * h + 1];
-    if (layer < 0 || layer >= model.decoder.layers || head < 0) return false;
-    if (!model.encoder.present || head >= model.decoder.layer[layer].cross.heads) return false;
+    const bool present = model.encoder.present && layer >= 0 && layer < model.decoder.layers && head >= 0 &&
+                         head < model.decoder.layer[layer].cross.heads;
+    if (!present) return "the model has no such cross-attention head";
   }
-  return true;
+  return nullptr;
 }
 
 }  // namespace
 
-Status score(const Model& model, const Inputs& inputs, Workspace* space, const Forced& forced) {
-  const Model* models[] = {&model};
-  Ensemble ensemble;
-  ensemble.models = models;
-  if (problem_of(ensemble, Options(), inputs, 0) || !valid_request(model, forced)) return INVALID;
-  space->memory.reset();
-  return Scoring(model, inputs, space, forced).run();
+Status score(const Ensemble& ensemble, const Inputs& inputs, const Forced& forced, const char** problem) {
+  *problem = problem_of(ensemble, Options(), inputs, 0);
+  if (!*problem) *problem = problem_of_request(*ensemble.models[0], forced);
+  if (*problem) return INVALID;
+  ensemble.spaces[0]->memory.reset();
+  return Scoring(ensemble, inputs, forced).run();
 }
 
 }  // namespace rn

@@ -312,13 +312,7 @@ class Search {
     }
     run_decoder(model, *member.target_positions, rows_, rows, member.nodes, &member.space);
     predict(model, rows, &member.space, m ? other_logits_ : logits_);
-    if (ensemble_.count == 1) return;
-    const real weight = real(ensemble_.weights[m]);
-    const size_t size = size_t(rows) * vocab_stride_;
-    if (m == 0)
-      for (size_t i = 0; i < size; i++) logits_[i] = logits_[i] * weight;
-    else
-      for (size_t i = 0; i < size; i++) logits_[i] = logits_[i] + other_logits_[i] * weight;
+    combine(ensemble_, m, other_logits_, size_t(rows) * vocab_stride_, logits_);
   }
 
   // The best continuations of a hypothesis under the rules, the end first -> how many there are.

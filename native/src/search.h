@@ -15,6 +15,16 @@ struct Ensemble {
   const double* weights = nullptr;
 };
 
+// Add the logits of a model of an ensemble, with its weight, to the sum; the first model has written its own there.
+static inline void combine(const Ensemble& ensemble, int member, const real* logits, size_t size, real* sum) {
+  if (ensemble.count == 1) return;
+  const real weight = real(ensemble.weights[member]);
+  if (member == 0)
+    for (size_t i = 0; i < size; i++) sum[i] = sum[i] * weight;
+  else
+    for (size_t i = 0; i < size; i++) sum[i] = sum[i] + logits[i] * weight;
+}
+
 struct Options {
   int32_t beam = 1;
   int32_t keep = 1;  // outputs per input
@@ -128,7 +138,7 @@ struct Forced {
   real* alignment = nullptr;  // of each pair: mean weights of the heads, [output tokens][source tokens], zero before
 };
 
-// Score the prefixes of `inputs`, which are whole outputs with the end token here.
-Status score(const Model& model, const Inputs& inputs, Workspace* space, const Forced& forced);
+// Score the prefixes of `inputs`, which are whole outputs with the end token here. Alignments are those of the first model.
+Status score(const Ensemble& ensemble, const Inputs& inputs, const Forced& forced, const char** problem);
 
 }  // namespace rn
