@@ -298,14 +298,14 @@ class Core:
             decoded.append(row)
         return decoded
 
-    def stream(self, source: Sequence[int], limit: int, **options: Any) -> Iterator[Token]:
-        """The tokens of the output of `search`, computed on demand; without a beam, and with at most one sample.
+    def stream(self, sources: Sequence[Sequence[int]], limits: Sequence[int], **options: Any) -> Iterator[Token]:
+        """The tokens of the output of `search` for one source, computed on demand; no beam, and at most one sample.
 
         The last one is the end token, unless a continuation stops at its limit or the rules allow no output.
         """
-        call = _Call(self, Search([source], [limit], **options), _Workspace())
-        if call.width > 1 or call.options.alternatives:
-            raise NativeError("a stream has no beam, one sample and no alternatives")
+        call = _Call(self, Search(sources, limits, **options), _Workspace())
+        if len(sources) != 1 or call.width > 1 or call.options.alternatives:
+            raise NativeError("a stream has one source, no beam, one sample and no alternatives")
         handle = c_void_p()
         status = _library.rn_begin(*call.arguments, byref(handle))
         step = _Step()

@@ -356,6 +356,7 @@ class Search {
       count += choose(*sentence, w, logp + size_t(w) * vocab_stride_, choices_ + count);
     const int most = options_.samples ? count : order(*sentence, count);
     int next = 0;
+    real best = LOWEST;
     Hypothesis* old = sentence->hypotheses;
     Hypothesis* fresh = old + width_;
     for (int i = 0; i < most; i++) {
@@ -367,11 +368,12 @@ class Search {
         fresh[next] = {choice.value,   choice.token,  parent.length,   fresh[next].path,
                        sentence->past, choice.parent, parent.number, choice.progress};
         sentence->history[sentence->past++] = {parent.back, choice.token, choice.score};
+        best = std::max(best, choice.value);
         next++;
       }
     }
     sentence->step++;
-    if (!next || (!options_.samples && settled(sentence, fresh[0].sum))) {
+    if (!next || (!options_.samples && settled(sentence, best))) {
       leave(sentence);
       return;
     }

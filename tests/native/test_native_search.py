@@ -145,7 +145,7 @@ def test_streams_and_searches_of_a_model_do_not_disturb_each_other():
     core = Core(description.numbers, description.tensors)
     sources = [[4, 5, 6, EOS], [7, 8, EOS], [9, EOS]]
     expected = [row[0].ids for row in core.search(sources, [9] * 3)]
-    streams = [core.stream(source, 9) for source in sources]
+    streams = [core.stream([source], [9]) for source in sources]
     ids: list[list[int]] = [[], [], []]
     for _ in range(10):
         for row, stream in zip(ids, streams, strict=True):
