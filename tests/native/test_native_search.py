@@ -17,7 +17,7 @@ from regard.config import Config, Stack
 from regard.decode.ensemble import Scorer
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.request import Options
-from regard.decode.search import Sampler, _next_tokens, greedy, make_rules, search, steps, top_tokens
+from regard.decode.search import _next_tokens, search
 from regard.decode.search_inputs import SearchInput
 
 pytest.importorskip("regard_native")
@@ -109,29 +109,23 @@ def test_a_stream_gives_the_tokens_of_the_search_and_the_most_probable_ones(memb
     members = [members] if isinstance(members, Config) else members
     models = [make_model(config, seed) for config in members]
     cores = [Core(each.numbers, each.tensors) for each in map(describe, models)]
-    scorer = Scorer(models, blocked=BLOCKED)
     for item in make_inputs(members, seed):
         if item.stages and "sample" not in chosen:  # a beam search
             continue
         outputs = native_search(cores, [item], chosen)[0]
         arguments = arguments_of(cores, [item], chosen)
-        stream = list(
-            cores[0].stream(arguments.pop("sources")[0], arguments.pop("limits")[0], top_tokens=4, **arguments)
-        )
-        if outputs:
-            assert [token.id for token in stream] == outputs[0].ids
-            assert [token.score for token in stream] == outputs[0].token_scores
-        else:
+        stream = list(cores[0].stream(**arguments, top_tokens=4))
+        if not outputs:
             assert EOS not in [token.id for token in stream]
-        rules = make_rules(scorer, [item], Options(**chosen), one_path=True)
-        choose = Sampler([item], 1, Options(**chosen), scorer.device) if "sample" in chosen else greedy
-        with torch.inference_mode():
-            for token, step in zip(stream, steps(scorer, [item], rules, choose), strict=False):
-                (expected,) = top_tokens(step.logp_NV, 4)
-                assert [x for _, x in token.top] == pytest.approx([x for _, x in expected], abs=TOLERANCE)
-                assert [token.id, token.score] == pytest.approx(
-                    [int(step.tokens_N), float(step.scores_N)], abs=TOLERANCE
-                )
+            continue
+        assert [token.id for token in stream] == outputs[0].ids
+        assert [token.score for token in stream] == outputs[0].token_scores
+        if outputs[0].ids:
+            ids = [outputs[0].ids]
+            forced = cores[0].force(
+                arguments["sources"], ids, others=arguments["others"], top_tokens=4, blocked=BLOCKED
+            )
+            assert [token.top for token in stream] == forced[0].top_tokens
 
 
 def test_streams_and_searches_of_a_model_do_not_disturb_each_other():
@@ -163,9 +157,14 @@ def test_alternatives_are_the_best_tokens_after_the_prefix(members, seed, count)
     inputs = make_inputs(members, seed)
     rows = native_search(cores, inputs, {"alternatives": count})
     scorer = Scorer(models, blocked=BLOCKED)
-    with torch.inference_mode():
-        expected = _next_tokens(scorer, inputs, Options(alternatives=count))
-    assert [[output.ids[-1] for output in row] for row in rows] == expected
+
+    @torch.inference_mode()
+    def tokens() -> list[list[int]]:
+        return _next_tokens(scorer, inputs, Options(alternatives=count))
+
+    expected = tokens()
+    with accepting_amplified_errors(models, lambda: [token for row in tokens() for token in row]):
+        assert [[output.ids[-1] for output in row] for row in rows] == expected
     for item, row in zip(inputs, rows, strict=True):
         assert all(tuple(output.ids[:-1]) == item.prefix for output in row)
     assert [native_search(cores, [item], {"alternatives": count})[0] for item in inputs] == rows
