@@ -133,7 +133,7 @@ def open_engine(
 ) -> Engine:
     """The engine for a run or an ensemble; without `workers` as many as pay off. `auto` prefers the native engine."""
     if engine == "native" or (engine == "auto" and not native.problem(runs, options)):
-        return native.NativeEngine(runs, options, workers or threads, fallback=engine == "auto")
+        return native.NativeEngine(runs, options, workers or threads)
     return _open_torch(runs, options, engine, scores, workers, threads)
 
 

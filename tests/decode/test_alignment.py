@@ -10,13 +10,31 @@ import pytest
 import torch
 
 from kit.decoding import NAMES, run_of, sources, trained
-from regard.decode.alignment import align, choose_heads, forced_attention, load_heads, save_heads, weight_taps
+from regard.decode.alignment import check_heads, cross_heads, load_heads, make_alignment, save_heads
+from regard.decode.cross_attention import align_weights, choose_heads, cross_attentions, forced_attention, weight_taps
+from regard.decode.hypothesis import Alignment
 from regard.decode.request import Options
 from regard.decode.search import search
 from regard.decode.torch_engine import TorchEngine, generate
 from regard.errors import UserError
 from regard.nn.hooks import record, taps
+from regard.run import Run
 from regard.text.codec import Example
+
+
+def align(
+    run: Run, sources: list[list[int]], outputs: list[list[int]], heads: list[tuple[int, int]]
+) -> list[Alignment]:
+    """The alignments of outputs by these heads."""
+    weights = align_weights(run.model, sources, outputs, heads)
+    return [make_alignment(run.codec, *parts) for parts in zip(sources, outputs, weights, strict=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_of_the_config_are_those_of_the_model(name: str) -> None:
+    model = run_of(name, 2).model
+    counts = {layer: model.attentions()[name].heads for layer, name in cross_attentions(model).items()}
+    assert cross_heads(model.config) == counts and check_heads(model.config, [])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from regard.decode.alignment import alignment_merits, read_links
+from regard.decode.alignment import read_links
+from regard.decode.cross_attention import alignment_merits
 from regard.errors import UserError
 from regard.inspect.heads import best_alignment_heads, grids, measure_heads, sum_attention
 from regard.inspect.inputs import encode_pairs, pair_batches

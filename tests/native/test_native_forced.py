@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from kit.models import letters
 from regard.config import Config
-from regard.decode.alignment import forced_attention, mean_heads
+from regard.decode.cross_attention import forced_attention, mean_heads
 from regard.decode.ensemble import Scorer
 from regard.decode.forced import force, force_top
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from regard.batch import TokenIds
+from regard.decode.alignment import check_heads, load_heads, make_alignment
 from regard.decode.hypothesis import (
-    Alignment,
     DecodedIds,
     Hypothesis,
     TopTokens,
@@ -21,7 +23,7 @@ from regard.decode.hypothesis import (
     output_text,
     top_tokens_json,
 )
-from regard.decode.request import EngineName, Input, Options, check_streaming
+from regard.decode.request import EngineName, HeadIndex, Input, Options, check_streaming
 from regard.decode.search_inputs import Preparer, SearchInput
 from regard.run import Run
 
@@ -60,8 +62,11 @@ class Engine(AbstractContextManager["Engine"]):
         entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
         ids = [results[i][rank].ids for i, rank in entries]
         if options.alignment:
-            alignments = self.align([inputs[i].sources[0] for i, _ in entries], ids)
-            for (i, rank), alignment in zip(entries, alignments, strict=True):
+            heads = check_heads(self.runs[0].config, options.alignment_heads or load_heads(self.runs[0].path))
+            sources = [inputs[i].sources[0] for i, _ in entries]
+            weights = self.force_attention(sources, ids, heads)
+            for (i, rank), source, output, weights_TS in zip(entries, sources, ids, weights, strict=True):
+                alignment = make_alignment(codec, source, output, weights_TS)
                 flags = {**results[i][rank].flags, **attention_flags(alignment)}
                 results[i][rank] = replace(results[i][rank], alignment=alignment, flags=flags)
         if options.top_tokens:
@@ -77,8 +82,10 @@ class Engine(AbstractContextManager["Engine"]):
         pieces = self.runs[0].codec.target_pieces([index for index, _ in row])
         return tuple((piece, score) for piece, (_, score) in zip(pieces, row, strict=True))
 
-    def align(self, sources: Sequence[TokenIds], outputs: Sequence[TokenIds]) -> list[Alignment]:
-        """Align outputs with their sources."""
+    def force_attention(
+        self, sources: Sequence[TokenIds], outputs: Sequence[TokenIds], heads: Sequence[HeadIndex]
+    ) -> list[NDArray[np.floating]]:
+        """The mean weights (T, S) of cross-attention heads for each output."""
         raise NotImplementedError
 
     def force_top(self, sources: Sequence[Sequence[TokenIds]], outputs: Sequence[TokenIds]) -> list[list[TopIds]]:
@@ -94,7 +101,7 @@ class Engine(AbstractContextManager["Engine"]):
     def steps(self, item: SearchInput) -> Iterator[tuple[int, float, TopIds]]:
         """Each token of one output as soon as it is decoded: its id, its log-probability, the most probable tokens.
 
-        The log-probability is minus infinity if the rules allow no token.
+        They end early if the rules allow no token.
         """
         raise NotImplementedError
 
@@ -177,9 +184,6 @@ class TokenStream(Iterator[Piece]):
         tops: list[TopTokens] = []
         shown = 0
         for index, score, top in engine.steps(item):
-            if score == -math.inf:  # the rules allow no token
-                self.hypothesis = engine.finish([item], [[]])[0][0]
-                return
             ids.append(index)
             scores.append(score)
             tops.append(engine.named_tokens(top))
@@ -197,6 +201,7 @@ class TokenStream(Iterator[Piece]):
             for n in range(shown, certain):
                 yield self._piece(self._text(ids[: n + 1]), ids[n], scores[n], tops[n])
             shown = max(shown, certain)
+        self.hypothesis = engine.finish([item], [[]])[0][0]
 
     def _pieces_until_end(self, shown: int) -> Generator[Piece, None, None]:
         assert self.hypothesis is not None

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import replace
+from functools import cache, cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from regard.batch import TokenIds, in_parts
 from regard.decode.engine import Engine, TopIds
 from regard.decode.hypothesis import DecodedIds, Hypothesis, empty_hypothesis
-from regard.decode.request import Options, check_constraints, check_engine
-from regard.decode.search_inputs import Preparer, SearchInput, out_of_memory
+from regard.decode.request import HeadIndex, Options, check_engine
+from regard.decode.search_inputs import Preparer, SearchInput, complete_alternatives, out_of_memory, sampling_noise
 from regard.errors import UserError
 from regard.parallel.cores import cores
 from regard.run import Run
@@ -24,13 +28,12 @@ BATCH = 64  # inputs in a batch of a worker; the core refills finished places fr
 
 @cache
 def library() -> ModuleType:
-    """The package regard-native; a UserError if it is missing or does not fit."""
+    """The core of regard-native; a UserError if the package is missing or does not fit."""
     try:
-        import_module("regard_native.pack")
         return import_module("regard_native.core")
     except ImportError:
         raise UserError(f"engine: native needs the package regard-native: {INSTALL}") from None
-    except Exception as error:  # a library for another machine or version
+    except Exception as error:  # a core of another version or for another machine
         raise UserError(f"engine: native: {error}") from None
 
 
@@ -51,141 +54,175 @@ def problem(runs: Sequence[Run], options: Options) -> str:
 
 
 def packed_model(run: Run, precision: str) -> Any:
-    """The model of a run in the layout of the core, which all engines of the run share."""
+    """The model of a run in the layout of the core; stored weights are packed once."""
     core = library()
-    pack = import_module("regard_native.pack")
     name = f"native {precision}"
-    if name not in run.layouts:
-        try:
-            description = pack.Description(run.config.model_dump(mode="json"), run.arrays())
-            packed = core.Core(description.numbers, description.tensors, precision == "int8")
-        except core.NativeError as error:
-            raise UserError(f"{run.path}: {error}") from None
-        if run.loaded:
-            return packed
+    if name in run.layouts and not run.loaded:
+        return run.layouts[name]
+    pack = import_module("regard_native.pack")
+    try:
+        description = pack.Description(run.config.model_dump(mode="json"), run.arrays())
+        packed = core.Core(description.numbers, description.tensors, precision == "int8")
+    except core.NativeError as error:
+        raise UserError(f"{run.path}: {error}") from None
+    if not run.loaded:
         run.layouts[name] = packed
-    return run.layouts[name]
+    return packed
 
 
 class NativeEngine(Engine):
-    """One run, decoded by the native engine in `workers` threads that share the weights."""
+    """One run or an ensemble, decoded by the native engine in `workers` threads that share the weights."""
 
     name = "native"
 
-    def __init__(
-        self, runs: Sequence[Run], options: Options | None = None, workers: int | None = None, fallback: bool = False
-    ) -> None:
-        """The default of `workers` is one per core. With `fallback`, torch decodes inputs that this engine cannot."""
+    def __init__(self, runs: Sequence[Run], options: Options | None = None, workers: int | None = None) -> None:
+        """The default of `workers` is one per core."""
         self.runs = list(runs)
         self.options = options or Options()
         check_engine("native", self.options, runs=len(self.runs), device=str(self.runs[0].device))
         self.preparer = Preparer(self.runs, self.options)
-        self._core = packed_model(self.runs[0], self.options.precision)
+        self._core, *self._others = (packed_model(run, self.options.precision) for run in self.runs)
         self._workers = workers or cores()
         self._pool: ThreadPoolExecutor | None = None
-        self._fallback = fallback
-        self._torch: Engine | None = None
-
-    def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
-        order = [i for i, item in enumerate(inputs) if not item.flags and item.phrases is None]
-        others = [i for i, item in enumerate(inputs) if not item.flags and item.phrases is not None]
-        if others:
-            if not self._fallback:
-                check_constraints("native", ("require", "forbid", "stop"))
-            for i, row in zip(others, self._others().decode([inputs[i] for i in others]), strict=True):
-                results[i] = row
-        order.sort(key=lambda i: (-len(inputs[i].sources[0]), i))  # sources of similar length are encoded together
-        batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
-        searched = [i for batch in batches for i in batch]
-        decoded = [
-            row for rows in self._map(lambda batch: self._search([inputs[i] for i in batch]), batches) for row in rows
-        ]
-        fit = [(i, row) for i, row in zip(searched, decoded, strict=True) if row is not None]
-        for i in set(searched) - {i for i, _ in fit}:
-            results[i] = [empty_hypothesis(out_of_memory("source", len(inputs[i].sources[0])))]
-        finished = self.finish([inputs[i] for i, _ in fit], [row for _, row in fit])
-        for (i, _), row in zip(fit, finished, strict=True):
-            results[i] = row
-        return results
 
     @property
     def streams(self) -> bool:
-        return self._fallback
+        return True
 
-    def steps(self, item: SearchInput) -> Iterator[tuple[int, float, TopIds]]:
-        return self._others().steps(item)
+    def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
+        order = [i for i, item in enumerate(inputs) if not item.flags]
+        order.sort(key=lambda i: (-len(inputs[i].sources[0]), i))  # sources of similar length are encoded together
 
-    def _others(self) -> Engine:
-        """The torch engine, which decodes what this engine cannot."""
-        if self._torch is None:
-            from regard.decode.torch_engine import TorchEngine
+        def search(batch: list[int]) -> list[list[DecodedIds] | None]:
+            return self._in_parts(lambda rows: self._search([inputs[i] for i in batch[rows]], self.options), len(batch))
 
-            self._torch = TorchEngine(self.runs, self.options)
-        return self._torch
+        decoded = self._map(search, order)
+        fit = [(i, row) for i, row in zip(order, decoded, strict=True) if row is not None]
+        finished = self.finish([inputs[i] for i, _ in fit], [row for _, row in fit])
+        for (i, _), hypotheses in zip(fit, finished, strict=True):
+            results[i] = hypotheses
+        for i, row in zip(order, decoded, strict=True):
+            if row is None:
+                results[i] = [empty_hypothesis(out_of_memory("source", max(map(len, inputs[i].sources))))]
+        return results
 
     def force(
         self, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds]
     ) -> list[tuple[float, ...] | None]:
-        rows = [slice(start, start + BATCH) for start in range(0, len(targets), BATCH)]
+        if self._others:
+            return self._torch.force(sources, targets)
+        rows = self._force(sources, targets)
+        return [None if row is None else tuple(row.token_scores) for row in rows]
 
-        def scores(part: slice) -> list[tuple[float, ...] | None]:
-            first = [ids[0] for ids in sources[part]]
-            return self._in_parts(lambda rows: self._core.score(first[rows], targets[part][rows]), len(first))
+    def force_top(self, sources: Sequence[Sequence[TokenIds]], outputs: Sequence[TokenIds]) -> list[list[TopIds]]:
+        if self._others:
+            return self._torch.force_top(sources, outputs)
+        rows = self._force(sources, outputs, top_tokens=self.options.top_tokens, blocked=self.preparer.blocked)
+        return [[] if row is None else row.top_tokens for row in rows]
 
-        return [None if row is None else tuple(row) for part in self._map(scores, rows) for row in part]
+    def force_attention(
+        self, sources: Sequence[TokenIds], outputs: Sequence[TokenIds], heads: Sequence[HeadIndex]
+    ) -> list[NDArray[np.floating]]:
+        rows = self._force([(source,) for source in sources], outputs, heads=heads)
+        shapes = zip(outputs, sources, strict=True)
+        empty = (np.zeros((len(output), len(source))) for output, source in shapes)
+        return [none if row is None else row.alignment for row, none in zip(rows, empty, strict=True)]
+
+    def steps(self, item: SearchInput) -> Iterator[tuple[int, float, TopIds]]:
+        arguments = self._arguments([item], self.options)
+        yield from self._core.stream(**arguments, top_tokens=self.options.top_tokens)
+
+    @cached_property
+    def _torch(self) -> Engine:
+        """The torch engine, for the forced pass of an ensemble."""
+        from regard.decode.torch_engine import TorchEngine
+
+        return TorchEngine(self.runs, self.options.model_copy(update={"precision": "fp32"}))
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
 
-    def _map(self, work: Callable[[Any], Any], batches: Sequence[Any]) -> Any:
-        """The results of all batches, in order; several are computed at the same time."""
+    def _map(self, work: Callable[[Any], list[Any]], items: Sequence[Any]) -> list[Any]:
+        """The results of all items, in order; batches of items are computed at the same time."""
+        batches = [items[start : start + BATCH] for start in range(0, len(items), BATCH)]
         if self._workers == 1 or len(batches) < 2:
-            return map(work, batches)
+            return [result for batch in batches for result in work(batch)]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._workers, "native engine")
-        return self._pool.map(work, batches)
-
-    def _search(self, inputs: Sequence[SearchInput]) -> list[list[DecodedIds] | None]:
-        """The outputs of each input; None for an input that does not fit into memory."""
-        options = self.options
-
-        def search(rows: slice) -> list[list[DecodedIds]]:
-            part = inputs[rows]
-            decoded = self._core.search(
-                [item.sources[0] for item in part],
-                [item.limit for item in part],
-                minimums=[item.minimum for item in part],
-                prefixes=[item.prefix for item in part],
-                beam=options.beam,
-                keep=options.mbr or options.nbest,
-                length_penalty=options.length_penalty,
-                exact=options.exact,
-                open_end=self.preparer.continues,
-                blocked=self.preparer.blocked,
-                after_prefix=[self.preparer.combining] * len(part),
-                no_repeat=options.no_repeat_ngram,
-                repetition_penalty=options.repetition_penalty,
-            )
-            return [[_output(output) for output in row] for row in decoded]
-
-        return self._in_parts(search, len(inputs))
+        return [result for results in self._pool.map(work, batches) for result in results]
 
     def _in_parts(self, work: Callable[[slice], list[Any]], count: int) -> list[Any]:
         """The results of all rows, in parts that fit into memory; None for a row that does not."""
-        core = library()
-        results: list[Any] = []
+        results: list[Any] = [None] * count
         try:
-            parts = sorted(in_parts(work, count), key=lambda part: part[0].start)
-        except core.NativeError as error:
+            for rows, part in in_parts(work, count):
+                results[rows] = [None] if part is None else part
+        except library().NativeError as error:
             raise UserError(f"{self.runs[0].path}: {error}") from None
-        for _, part in parts:
-            results += [None] if part is None else part
         return results
 
+    def _search(self, inputs: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
+        if not inputs:
+            return []
+        if options.alternatives:
+            eos = self.runs[0].config.ids.eos
+            return complete_alternatives(inputs, options, eos, self._search, self._next_tokens)
+        rows = self._core.search(**self._arguments(inputs, options))
+        return [[DecodedIds(tuple(x.ids), tuple(x.token_scores), x.value, x.limited) for x in row] for row in rows]
 
-def _output(output: Any) -> DecodedIds:
-    scores = tuple(output.token_scores)
-    return DecodedIds(tuple(output.ids), scores, output.value, output.limited)
+    def _next_tokens(self, inputs: Sequence[SearchInput]) -> list[list[int]]:
+        """The best tokens directly after the prefix of each input."""
+        plain = self.options.model_copy(update={"beam": 1, "nbest": 1, "sample": False, "mbr": 0})
+        arguments = self._arguments([replace(item, stages=0) for item in inputs], plain)
+        rows = self._core.search(**arguments, alternatives=self.options.alternatives)
+        starts = [len(item.prefix) for item in inputs]
+        eos = self.runs[0].config.ids.eos
+        return [[(*x.ids, eos)[start] for x in row] for row, start in zip(rows, starts, strict=True)]
+
+    def _arguments(self, inputs: Sequence[SearchInput], options: Options) -> dict[str, Any]:
+        """Inputs and options as arguments of a search of the core."""
+        samples = options.mbr or options.nbest
+        others = enumerate(self._others, 1)
+        return {
+            "sources": [item.sources[0] for item in inputs],
+            "limits": [item.limit for item in inputs],
+            "others": [(core, [item.sources[m] for item in inputs]) for m, core in others],
+            "weights": options.weights,
+            "minimums": [item.minimum for item in inputs],
+            "prefixes": [item.prefix for item in inputs],
+            "after_prefix": [item.not_after_prefix for item in inputs],
+            "open_end": [item.open_end for item in inputs],
+            "phrases": [item.phrases for item in inputs] if any(item.phrases for item in inputs) else None,
+            "stages": [item.stages for item in inputs],
+            "beam": options.beam,
+            "keep": 1 if options.samples else samples,
+            "length_penalty": options.length_penalty,
+            "exact": options.exact,
+            "blocked": self.preparer.blocked,
+            "no_repeat": options.no_repeat_ngram,
+            "repetition_penalty": options.repetition_penalty,
+            "noise": sampling_noise(inputs, samples, options.seed) if options.samples else None,
+            "temperature": options.temperature,
+            "top_k": options.top_k,
+            "top_p": options.top_p,
+            "min_p": options.min_p,
+        }
+
+    def _force(
+        self, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], **options: Any
+    ) -> list[Any | None]:
+        """What the model predicts while it reads targets; None for a pair that does not fit into memory."""
+
+        def force(batch: Sequence[int]) -> list[Any | None]:
+            def part(rows: slice) -> list[Any]:
+                indices = batch[rows]
+                first = [sources[i][0] for i in indices]
+                results: list[Any] = self._core.force(first, [targets[i] for i in indices], **options)
+                return results
+
+            return self._in_parts(part, len(batch))
+
+        return self._map(force, range(len(targets)))

@@ -328,16 +328,12 @@ class EngineSupport:
 
 ENGINES: Mapping[EngineName, EngineSupport] = {
     "native": EngineSupport(
-        options=frozenset(
-            {"beam", "nbest", "mbr", "utility", "length_penalty", "exact", "prefix", "min_length", "max_length"}
-            | {"min_ratio", "max_ratio", "no_repeat_ngram", "repetition_penalty", "unknown"}
-            | {"max_source", "batch_tokens", "window", "precision"}
-        ),
-        constraints=frozenset({"prefix", "min_length", "max_length"}),
+        options=frozenset(Options.model_fields.keys() - {"coverage_penalty", "groups", "diversity"}),
+        constraints=frozenset(CONSTRAINTS),
         precisions=("fp32", "int8"),
         devices=("cpu",),
-        ensembles=False,
-        streaming=False,
+        ensembles=True,
+        streaming=True,
         seeded_lines=True,
     ),
     "torch": EngineSupport(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.decode.alignment import Coverage
 from regard.decode.constraints import Length, NoRepeat, PhraseConstraint, Prefix, Repetition, Rule, steer
+from regard.decode.cross_attention import Coverage
 from regard.decode.ensemble import Scorer, States
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.request import Options
-from regard.decode.search_inputs import SearchInput
+from regard.decode.search_inputs import SearchInput, complete_alternatives, sampling_noise
 
 Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, original row numbers -> tokens (N,)
 MIN_TEMPERATURE = 1e-30  # lower ones underflow to zero in single precision
@@ -404,13 +404,7 @@ class Sampler:
 
     def __init__(self, inputs: Sequence[SearchInput], count: int, options: Options, device: torch.device) -> None:
         self.options = options
-        noise = np.zeros((len(inputs) * count, max(item.limit for item in inputs) + 1))
-        for row in range(len(noise)):
-            item = inputs[row // count]
-            seed = options.seed if item.seed is None else item.seed
-            rng = np.random.default_rng((seed, item.key, row % count))
-            noise[row, : item.limit + 1] = rng.random(item.limit + 1)
-        self.noise_RT = torch.from_numpy(noise).float().clamp_(max=1 - 2**-24).to(device)
+        self.noise_RT = torch.from_numpy(sampling_noise(inputs, count, options.seed)).flatten(0, 1).to(device)
 
     def __call__(self, value_NV: Tensor, t: int, rows_N: Tensor) -> Tensor:
         behind_NV = value_NV - value_NV.amax(-1, keepdim=True)  # avoids overflow at low temperatures
@@ -442,7 +436,8 @@ def search(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> l
     if not inputs:
         return []
     if options.alternatives:
-        return _alternatives(scorer, inputs, options)
+        find = partial(_next_tokens, scorer, options=options)
+        return complete_alternatives(inputs, options, scorer.eos, partial(search, scorer), find)
     if options.samples:
         count = options.mbr or options.nbest
         rules = make_rules(scorer, inputs, options, one_path=True)
@@ -481,44 +476,6 @@ def make_rules(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, 
         rules += prefix  # also before the phrases, which depend on the tokens that cannot follow the prefix
         rules.append(PhraseConstraint(inputs, scorer.eos, scorer.vocab, device, redistribute=one_path))
     return rules + prefix
-
-
-def _alternatives(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
-    """The best tokens at one position, each completed with the strategy of the other options."""
-    plain = options.model_copy(update={"alternatives": 0, "alternatives_at": None})
-    bases = [item.prefix for item in inputs]
-    at = options.alternatives_at
-    further = [i for i, base in enumerate(bases) if at is not None and at > len(base)]
-    for i, outputs in zip(further, search(scorer, [inputs[i] for i in further], plain), strict=True):
-        bases[i] = outputs[0].ids[:at] if outputs else bases[i]
-        phrases = inputs[i].phrases
-        if phrases is not None and (stop := phrases.find_stop(bases[i])):
-            bases[i] = bases[i][: stop[1]]
-        if bases[i] and bases[i][-1] == scorer.eos:  # the output is shorter: complete its end
-            bases[i] = bases[i][:-1]
-    based = [
-        item if base == item.prefix else replace(item, prefix=base, not_after_prefix=())
-        for item, base in zip(inputs, bases, strict=True)
-    ]
-    variants: list[SearchInput] = []
-    owners: list[int] = []
-    for i, tokens in enumerate(_next_tokens(scorer, based, options)):
-        for token in tokens:
-            if token == scorer.eos:
-                minimum = min(based[i].minimum, len(bases[i]))
-                variants.append(replace(based[i], limit=len(bases[i]), minimum=minimum, open_end=False))
-            else:
-                variants.append(replace(based[i], prefix=(*bases[i], token), not_after_prefix=()))
-            owners.append(i)
-    results: list[list[DecodedIds]] = [[] for _ in inputs]
-    for start in range(0, len(variants), len(inputs)):  # batches no larger than `inputs`
-        part = slice(start, start + len(inputs))
-        completed = search(scorer, variants[part], plain)
-        for i, variant, outputs in zip(owners[part], variants[part], completed, strict=True):
-            if outputs:
-                limited = outputs[0].limited and variant.limit == inputs[i].limit
-                results[i].append(outputs[0]._replace(limited=limited))
-    return results
 
 
 def _next_tokens(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> list[list[int]]:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from typing import TYPE_CHECKING
 from unicodedata import normalize
 
 import numpy as np
+from numpy.typing import NDArray
 
 from regard.batch import by_length
 from regard.config import Config
@@ -28,6 +30,9 @@ from regard.decode.request import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATI
 from regard.errors import UserError, plural
 from regard.run import Run
 from regard.text.codec import Example
+
+if TYPE_CHECKING:
+    from regard.decode.hypothesis import DecodedIds
 
 MAX_CHARACTERS = 1_000_000  # of a source; a longer one always has too many tokens
 MAX_REQUIRED = 10  # requirements at once; the search distinguishes all subsets of them
@@ -353,3 +358,63 @@ def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str
         bound = learned if positions < most else f"{most} (max_source)"
         return {"too_long": f"the {side} has {length} tokens, more than {bound}"}
     return {}
+
+
+def sampling_noise(inputs: Sequence[SearchInput], count: int, seed: int) -> NDArray[np.float32]:
+    """Numbers from 0 to 1 for the tokens of `count` samples of every input (inputs, samples, tokens).
+
+    They depend on the seed, the input and the number of the sample only.
+    """
+    noise = np.zeros((len(inputs), count, max(item.limit for item in inputs) + 1))
+    for item, rows in zip(inputs, noise, strict=True):
+        for number, row in enumerate(rows):
+            rng = np.random.default_rng((seed if item.seed is None else item.seed, item.key, number))
+            row[: item.limit + 1] = rng.random(item.limit + 1)
+    return np.minimum(noise.astype(np.float32), np.float32(1 - 2**-24))
+
+
+def complete_alternatives(
+    inputs: Sequence[SearchInput],
+    options: Options,
+    eos: int,
+    search: Callable[[Sequence[SearchInput], Options], Sequence[list[DecodedIds]]],
+    next_tokens: Callable[[Sequence[SearchInput]], Sequence[list[int]]],
+) -> list[list[DecodedIds]]:
+    """The best tokens at one position, each completed with the strategy of the other options.
+
+    `next_tokens` finds the best tokens directly after the prefix of each input, under its rules.
+    """
+    plain = options.model_copy(update={"alternatives": 0, "alternatives_at": None})
+    bases = [item.prefix for item in inputs]
+    at = options.alternatives_at
+    further = [i for i, base in enumerate(bases) if at is not None and at > len(base)]
+    for i, outputs in zip(further, search([inputs[i] for i in further], plain), strict=True):
+        bases[i] = outputs[0].ids[:at] if outputs else bases[i]
+        phrases = inputs[i].phrases
+        if phrases is not None and (stop := phrases.find_stop(bases[i])):
+            bases[i] = bases[i][: stop[1]]
+        if bases[i] and bases[i][-1] == eos:  # the output is shorter: complete its end
+            bases[i] = bases[i][:-1]
+    based = [
+        item if base == item.prefix else replace(item, prefix=base, not_after_prefix=())
+        for item, base in zip(inputs, bases, strict=True)
+    ]
+    variants: list[SearchInput] = []
+    owners: list[int] = []
+    for i, tokens in enumerate(next_tokens(based)):
+        for token in tokens:
+            if token == eos:
+                minimum = min(based[i].minimum, len(bases[i]))
+                variants.append(replace(based[i], limit=len(bases[i]), minimum=minimum, open_end=False))
+            else:
+                variants.append(replace(based[i], prefix=(*bases[i], token), not_after_prefix=()))
+            owners.append(i)
+    results: list[list[DecodedIds]] = [[] for _ in inputs]
+    for start in range(0, len(variants), len(inputs)):  # batches no larger than `inputs`
+        part = slice(start, start + len(inputs))
+        completed = search(variants[part], plain)
+        for i, variant, outputs in zip(owners[part], variants[part], completed, strict=True):
+            if outputs:
+                limited = outputs[0].limited and variant.limit == inputs[i].limit
+                results[i].append(outputs[0]._replace(limited=limited))
+    return results

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from regard.batch import TokenIds, in_parts, windows
-from regard.decode.alignment import align, load_heads
+from regard.decode.cross_attention import align_weights
 from regard.decode.engine import Engine, TopIds
 from regard.decode.ensemble import Scorer
 from regard.decode.forced import force, force_top
 from regard.decode.hypothesis import Alignment, Hypothesis, empty_hypothesis
 from regard.decode.phrases import PhraseTexts
-from regard.decode.request import Input, Options, check_engine
+from regard.decode.request import HeadIndex, Input, Options, check_engine
 from regard.decode.scoring import Pair, Scored, score_pairs
 from regard.decode.search import Sampler, greedy, make_rules, search, steps, top_tokens
 from regard.decode.search_inputs import Preparer, SearchInput, out_of_memory
@@ -68,9 +69,10 @@ class TorchEngine(Engine):
     def _decode_batch(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         return self.finish(inputs, search(self.scorer, inputs, self.options))
 
-    def align(self, sources: Sequence[TokenIds], outputs: Sequence[TokenIds]) -> list[Alignment]:
-        heads = self.options.alignment_heads or load_heads(self.runs[0].path)
-        return align(self.runs[0], sources, outputs, heads, self.options.batch_tokens)
+    def force_attention(
+        self, sources: Sequence[TokenIds], outputs: Sequence[TokenIds], heads: Sequence[HeadIndex]
+    ) -> list[NDArray[np.floating]]:
+        return align_weights(self.runs[0].model, sources, outputs, heads, self.options.batch_tokens)
 
     def force_top(self, sources: Sequence[Sequence[TokenIds]], outputs: Sequence[TokenIds]) -> list[list[TopIds]]:
         return force_top(self.scorer, sources, outputs, self.options.top_tokens, self.options.batch_tokens)
@@ -87,7 +89,7 @@ class TorchEngine(Engine):
         while True:
             with torch.inference_mode():  # only around the step, not around the caller's code between steps
                 step = next(loop, None)
-            if step is None:
+            if step is None or float(step.scores_N[0]) == -torch.inf:  # the rules allow no token
                 return
             yield int(step.tokens_N[0]), float(step.scores_N[0]), top_tokens(step.logp_NV, self.options.top_tokens)[0]
 

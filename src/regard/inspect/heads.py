@@ -14,7 +14,8 @@ from torch import Tensor
 from regard.batch import Batch
 from regard.config import PatchConfig
 from regard.data.objectives import text_ids
-from regard.decode.alignment import Links, alignment_merits, best_heads
+from regard.decode.alignment import Links, best_heads
+from regard.decode.cross_attention import alignment_merits
 from regard.errors import UserError, plural, require_type
 from regard.inspect.inputs import TaskData, encode_pairs, task_batches
 from regard.inspect.logit_lens import entropy_bits

@@ -11,7 +11,8 @@ import torch
 
 from regard.data.in_memory import InMemory
 from regard.data.prepare import NOTHING, Prepared, changed_files, prepare, require_same
-from regard.decode.alignment import choose_heads, save_heads
+from regard.decode.alignment import save_heads
+from regard.decode.cross_attention import choose_heads
 from regard.device import tune_allocator
 from regard.errors import UserError, plural
 from regard.inspect.prune import prune_closed_gates
