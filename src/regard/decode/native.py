@@ -82,6 +82,7 @@ class NativeEngine(Engine):
         check_engine("native", self.options, runs=len(self.runs), device=str(self.runs[0].device))
         self.preparer = Preparer(self.runs, self.options)
         self._core, *self._others = (packed_model(run, self.options.precision) for run in self.runs)
+        self._top_tokens = min(self.options.top_tokens, self.runs[0].config.target_vocab)
         self._workers = workers or cores()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -118,7 +119,7 @@ class NativeEngine(Engine):
     def force_top(self, sources: Sequence[Sequence[TokenIds]], outputs: Sequence[TokenIds]) -> list[list[TopIds]]:
         if self._others:
             return self._torch.force_top(sources, outputs)
-        rows = self._force(sources, outputs, top_tokens=self.options.top_tokens, blocked=self.preparer.blocked)
+        rows = self._force(sources, outputs, top_tokens=self._top_tokens, blocked=self.preparer.blocked)
         return [[] if row is None else row.top_tokens for row in rows]
 
     def force_attention(
@@ -131,7 +132,9 @@ class NativeEngine(Engine):
 
     def steps(self, item: SearchInput) -> Iterator[tuple[int, float, TopIds]]:
         arguments = self._arguments([item], self.options)
-        yield from self._core.stream(**arguments, top_tokens=self.options.top_tokens)
+        (source,) = arguments.pop("sources")
+        (limit,) = arguments.pop("limits")
+        yield from self._core.stream(source, limit, **arguments, top_tokens=self._top_tokens)
 
     @cached_property
     def _torch(self) -> Engine:
@@ -177,7 +180,7 @@ class NativeEngine(Engine):
         """The best tokens directly after the prefix of each input."""
         plain = self.options.model_copy(update={"beam": 1, "nbest": 1, "sample": False, "mbr": 0})
         arguments = self._arguments([replace(item, stages=0) for item in inputs], plain)
-        rows = self._core.search(**arguments, alternatives=self.options.alternatives)
+        rows = self._core.search(**arguments, alternatives=min(self.options.alternatives, self.runs[0].config.target_vocab))
         starts = [len(item.prefix) for item in inputs]
         eos = self.runs[0].config.ids.eos
         return [[(*x.ids, eos)[start] for x in row] for row, start in zip(rows, starts, strict=True)]
