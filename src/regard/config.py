@@ -324,6 +324,17 @@ class Config(Value):
         return {"sos": self.ids.sos, "eos": self.ids.eos, "pad": self.ids.pad}[self.start]
 
     @property
+    def cross_heads(self) -> dict[int, int]:
+        """The number of cross-attention heads of each decoder layer that has some."""
+        decoder = self.decoder
+        if decoder is None or self.encoder is None:
+            return {}
+        if decoder.recurrent:
+            return {decoder.layers - 1: 1}
+        kept = decoder.kept_cross_heads
+        return {layer: decoder.heads if kept is None else len(kept[layer]) for layer in range(decoder.layers)}
+
+    @property
     def has_memory(self) -> bool:
         """Whether a text is read in segments that attend to earlier segments."""
         return self.decoder is not None and self.decoder.memory > 0

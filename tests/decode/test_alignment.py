@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kit.decoding import NAMES, run_of, sources, trained
-from regard.decode.alignment import check_heads, cross_heads, load_heads, make_alignment, save_heads
+from regard.decode.alignment import check_heads, load_heads, make_alignment, save_heads
 from regard.decode.cross_attention import align_weights, choose_heads, cross_attentions, forced_attention, weight_taps
 from regard.decode.hypothesis import Alignment
 from regard.decode.request import Options
@@ -34,7 +34,7 @@ def align(
 def test_heads_of_the_config_are_those_of_the_model(name: str) -> None:
     model = run_of(name, 2).model
     counts = {layer: model.attentions()[name].heads for layer, name in cross_attentions(model).items()}
-    assert cross_heads(model.config) == counts and check_heads(model.config, [])
+    assert model.config.cross_heads == counts and check_heads(model.config, [])
 
 
 @pytest.mark.parametrize("name", NAMES)

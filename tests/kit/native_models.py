@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from hypothesis import assume, strategies as st
 from regard_native.core import Core
 from regard_native.pack import Description
 
+import regard
+from regard.api import LoadedRun
 from regard.config import Config, Stack
 from regard.decode.phrases import Phrases, PhraseTexts, Spelling, make_phrases
 from regard.decode.search_inputs import SearchInput
@@ -247,3 +250,10 @@ def make_noise(inputs: list[SearchInput], samples: int) -> np.ndarray:
             seed = 1 if item.seed is None else item.seed
             row[: item.limit + 1] = np.random.default_rng((seed, item.key, sample)).random(item.limit + 1)
     return np.minimum(noise, np.float32(1 - 2**-24))
+
+
+def load_with_torch(path: Path) -> LoadedRun:
+    """A run that torch answers, because its model is in memory."""
+    run = regard.load(path)
+    run.load_model()
+    return run

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-import regard
 from kit.models import family
+from kit.native_models import load_with_torch
 from kit.toy import call
 
 pytest.importorskip("regard_native")
@@ -63,7 +63,7 @@ def test_command_needs_no_torch(toy):
         input=words, capture_output=True, text=True, check=True,
     )  # fmt: skip
     ours = [json.loads(line) for line in result.stdout.splitlines()]
-    expected = regard.load(toy / "run").generate(words.split(), beam=3)
+    expected = load_with_torch(toy / "run").generate(words.split(), beam=3)
     assert [row["hypotheses"][0]["text"] for row in ours] == [row[0].text for row in expected]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import regard
 from kit.models import LITTLE, family, letters
+from kit.native_models import load_with_torch
 from regard.decode.alignment import save_heads
 from regard.decode.request import Options as ReferenceOptions
 from regard.errors import UserError
@@ -67,7 +67,7 @@ def close(ours: Any, theirs: Any) -> None:
 def test_outputs_of_a_trained_run_equal_those_of_regard(toy, settings):
     words = [line.partition("\t")[0] for line in (toy / "test.tsv").read_text().splitlines()]
     words += ["", "  ", "ab?c", "abcdefabcdef" * 3, "é"]
-    expected = regard.load(toy / "run").generate(words, **settings)
+    expected = load_with_torch(toy / "run").generate(words, **settings)
     same(regard_native.load(toy / "run").generate(words, **settings), expected)
 
 
@@ -79,14 +79,16 @@ def test_outputs_of_untrained_runs_equal_those_of_regard(name, settings, tmp_pat
     if "prefix" in settings:
         settings = {**settings, "prefix": "ab"}
     texts = ["abc", "cabba", "dab", "ab?", "", "bcdabcdabc" * 3]
-    same(regard_native.load(tmp_path).generate(texts, **settings), regard.load(tmp_path).generate(texts, **settings))
+    same(
+        regard_native.load(tmp_path).generate(texts, **settings), load_with_torch(tmp_path).generate(texts, **settings)
+    )
 
 
 def test_alignment_heads_are_those_of_the_options_then_of_the_run(tmp_path):
     letters().save(tmp_path)
     for settings in ({"alignment_heads": [(1, 2), (0, 0)]}, {}):
         settings = {"alignment": True, "max_length": 9, **settings}
-        expected = regard.load(tmp_path).generate(["abc", "dab"], **settings)
+        expected = load_with_torch(tmp_path).generate(["abc", "dab"], **settings)
         same(regard_native.load(tmp_path).generate(["abc", "dab"], **settings), expected)
         save_heads(tmp_path, [(0, 1)])
 
@@ -101,7 +103,7 @@ def test_language_model_continues_a_prompt_as_regard_does(tmp_path):
             {"sample": True, "nbest": 3, "top_tokens": 2},
             {"prefix": "ab", "beam": 2, "max_ratio": 3.0, "min_length": 4},
         ):
-            expected = regard.load(tmp_path / kind).generate(prompts, **settings)
+            expected = load_with_torch(tmp_path / kind).generate(prompts, **settings)
             same(regard_native.load(tmp_path / kind).generate(prompts, **settings), expected)
 
 
@@ -110,7 +112,7 @@ def test_features_are_read_as_in_regard(tmp_path):
     codec = Codec(tokenizer, tokenizer, ("N", "PL"), ("source", "features", "target"))
     config = preset("transformer-tiny", codec.source_vocab, changes={"encoder": LITTLE, "decoder": LITTLE})
     RegardRun(config, codec, Model(config).eval(), tmp_path).save(tmp_path)
-    run, reference = regard_native.load(tmp_path), regard.load(tmp_path)
+    run, reference = regard_native.load(tmp_path), load_with_torch(tmp_path)
     inputs = [("abc", "N;PL"), ("é", "x"), ("abc", ""), ("", "N")]
     examples = [Example(text, features=features) for text, features in inputs]
     for settings in ({"alignment": True, "top_tokens": 2}, {"prefix": "e", "beam": 3, "nbest": 3}):
@@ -127,7 +129,7 @@ def test_scores_equal_those_of_regard(toy, tmp_path):
     family("lm").save(tmp_path)
     continuations = [("ab", "c"), ("", "abc ab"), ("a" * 600, "b"), ("a", "b" * 2000)]
     for path, examples in ((toy / "run", pairs), (tmp_path, continuations)):
-        expected = regard.load(path).score(examples, max_source=100)
+        expected = load_with_torch(path).score(examples, max_source=100)
         for ours, theirs in zip(regard_native.load(path).score(examples, max_source=100), expected, strict=True):
             close(ours.as_dict(), theirs.as_dict())
 
@@ -138,7 +140,7 @@ def test_every_position_of_a_language_model_can_be_scored(tmp_path):
     positions = run.config.top.max_positions
     for length in (positions - 1, positions, positions + 1):
         pair = ("ab", "c" * (length - 2))
-        [ours], [theirs] = regard_native.load(tmp_path).score([pair]), regard.load(tmp_path).score([pair])
+        [ours], [theirs] = regard_native.load(tmp_path).score([pair]), load_with_torch(tmp_path).score([pair])
         close(ours.as_dict(), theirs.as_dict())
 
 
@@ -164,7 +166,7 @@ def test_options_are_those_of_regard():
 )  # fmt: skip
 def test_options_that_regard_refuses_are_refused(toy, settings):
     with pytest.raises(UserError):
-        regard.load(toy / "run").generate(["abc"], **settings)
+        load_with_torch(toy / "run").generate(["abc"], **settings)
     with pytest.raises(regard_native.NativeError, match=list(settings)[-1].replace("beam_size", "did you mean 'beam'")):
         regard_native.load(toy / "run").generate(["abc"], **settings)
 

@@ -44,20 +44,9 @@ def load_heads(path: Path) -> tuple[HeadIndex, ...]:
     return parse(AlignmentHeads, read_json(path / HEADS), str(path / HEADS)).heads
 
 
-def cross_heads(config: Config) -> dict[int, int]:
-    """The number of cross-attention heads of each decoder layer that has some."""
-    decoder = config.decoder
-    if decoder is None or config.encoder is None:
-        return {}
-    if decoder.recurrent:
-        return {decoder.layers - 1: 1}
-    kept = decoder.kept_cross_heads
-    return {layer: decoder.heads if kept is None else len(kept[layer]) for layer in range(decoder.layers)}
-
-
 def check_heads(config: Config, heads: Sequence[HeadIndex]) -> tuple[HeadIndex, ...]:
     """Check that a model has these heads -> the heads; by default all heads of the second to last layer."""
-    counts = cross_heads(config)
+    counts = config.cross_heads
     if not heads:
         layer = sorted(counts)[-2:][0]
         return tuple((layer, head) for head in range(counts[layer]))

@@ -178,12 +178,12 @@ class NativeEngine(Engine):
 
     def _next_tokens(self, inputs: Sequence[SearchInput]) -> list[list[int]]:
         """The best tokens directly after the prefix of each input."""
+        config = self.runs[0].config
         plain = self.options.model_copy(update={"beam": 1, "nbest": 1, "sample": False, "mbr": 0})
         arguments = self._arguments([replace(item, stages=0) for item in inputs], plain)
-        rows = self._core.search(**arguments, alternatives=min(self.options.alternatives, self.runs[0].config.target_vocab))
+        rows = self._core.search(**arguments, alternatives=min(self.options.alternatives, config.target_vocab))
         starts = [len(item.prefix) for item in inputs]
-        eos = self.runs[0].config.ids.eos
-        return [[(*x.ids, eos)[start] for x in row] for row, start in zip(rows, starts, strict=True)]
+        return [[(*x.ids, config.ids.eos)[start] for x in row] for row, start in zip(rows, starts, strict=True)]
 
     def _arguments(self, inputs: Sequence[SearchInput], options: Options) -> dict[str, Any]:
         """Inputs and options as arguments of a search of the core."""
