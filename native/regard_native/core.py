@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
@@ -14,6 +15,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from regard_native import __version__
+
+LIBRARY_SUFFIXES = {"darwin": "dylib", "win32": "dll"}
+REPAIR = "install regard-native again"
 STATUS = (
     "",
     "not enough memory for this batch",
@@ -216,7 +221,17 @@ class Forced(NamedTuple):
 
 def load_library(directory: Path) -> ctypes.CDLL:
     """The compiled core in a directory."""
-    library = ctypes.CDLL(str(directory / "libregard.so"))
+    path = directory / f"libregard.{LIBRARY_SUFFIXES.get(sys.platform, 'so')}"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeError(f"the compiled core of regard-native does not load; {REPAIR} ({error})") from None
+    version = "unknown"
+    if hasattr(library, "rn_version"):
+        library.rn_version.restype = c_char_p
+        version = library.rn_version().decode()
+    if version not in ("", __version__):  # empty: not built by the package's build, but for a test
+        raise NativeError(f"{path} has version {version}, but the Python package has {__version__}; {REPAIR}")
     library.rn_kernels.restype = c_char_p
     library.rn_kernels.argtypes = (c_char_p,)
     library.rn_model.restype = c_void_p
@@ -232,7 +247,7 @@ def load_library(directory: Path) -> ctypes.CDLL:
     structures = (_Options, _Inputs, _Phrases, _Results, _Output, _Forced)
     sizes = sum(ctypes.sizeof(structure) * 10**i for i, structure in enumerate(structures))
     if library.rn_interface() != sizes:
-        raise NativeError("the compiled core is of another version; install regard-native again")
+        raise NativeError(f"{path} does not fit the Python package; {REPAIR}")
     return library
 
 

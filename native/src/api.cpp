@@ -4,27 +4,55 @@
 
 #include "search.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #if defined(_WIN32)
 #define EXPORT extern "C" __declspec(dllexport)
 #else
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
+#ifndef RN_VERSION
+#define RN_VERSION ""
+#endif
+
 using namespace rn;
 
 namespace {
 
-const Kernels* choose_kernels(const char* name) {
-  const Kernels* usable[4] = {};
-  int count = 0;
-#if defined(__x86_64__) || defined(_M_X64)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
-    usable[count++] = &AVX512_KERNELS;
-  if (__builtin_cpu_supports("avx2")) usable[count++] = &AVX2_KERNELS;
-#elif defined(__aarch64__) && defined(RN_DOTPROD)
-  usable[count++] = &DOTPROD_KERNELS;
+#if defined(__x86_64__)
+// Add the kernels for this processor and operating system, fastest first. This reads CPUID, because
+// __builtin_cpu_supports needs a runtime library that zig does not have.
+void add_usable(const Kernels** usable, int* count) {
+  uint32_t a, b, c, d, state = 0, high;
+  if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE)) __asm__("xgetbv" : "=a"(state), "=d"(high) : "c"(0));
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+  // The operating system saves the registers: 0x6 for those of AVX2, 0xE6 for those of AVX-512.
+  constexpr uint32_t AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+  if ((state & 0xE6) == 0xE6 && (b & AVX512) == AVX512 && (c & bit_AVX512VNNI)) usable[(*count)++] = &AVX512_KERNELS;
+  if ((state & 0x6) == 0x6 && (b & bit_AVX2)) usable[(*count)++] = &AVX2_KERNELS;
+}
+#elif defined(__aarch64__) && (defined(__linux__) || defined(__APPLE__))
+void add_usable(const Kernels** usable, int* count) {
+#if defined(__linux__)
+  constexpr unsigned long DOT_PRODUCT = 1 << 20;  // HWCAP_ASIMDDP
+  if (!(getauxval(AT_HWCAP) & DOT_PRODUCT)) return;
 #endif
+  usable[(*count)++] = &DOTPROD_KERNELS;  // every Apple processor has these instructions
+}
+#else
+void add_usable(const Kernels**, int*) {}
+#endif
+
+// The fastest kernels that run here, or those with `name`, or null.
+const Kernels* choose_kernels(const char* name) {
+  const Kernels* usable[3] = {};
+  int count = 0;
+  add_usable(usable, &count);
   usable[count++] = &PORTABLE_KERNELS;
   for (int i = 0; i < count; i++)
     if (!name || !strcmp(name, usable[i]->name)) return usable[i];
@@ -33,7 +61,10 @@ const Kernels* choose_kernels(const char* name) {
 
 }  // namespace
 
-// The size of the interface, which Python compares with its own.
+// The version of the package. Python compares it with its own.
+EXPORT const char* rn_version() { return RN_VERSION; }
+
+// The sizes of the interface, which Python compares with its own.
 EXPORT int32_t rn_interface() {
   const size_t sizes[] = {sizeof(Options), sizeof(Inputs), sizeof(Phrases), sizeof(Results), sizeof(Output), sizeof(Forced)};
   int32_t sum = 0, factor = 1;

@@ -93,7 +93,7 @@ struct Kernels {
 };
 
 extern const Kernels PORTABLE_KERNELS;
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
 extern const Kernels AVX2_KERNELS;
 extern const Kernels AVX512_KERNELS;
 #elif defined(__aarch64__)

@@ -14,7 +14,9 @@ COMPILER = shutil.which("g++")
 CAN_BUILD = COMPILER is not None and SOURCES.is_dir()
 FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-Wno-psabi", "-fPIC")
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni"
-KERNELS = {"portable": "", "avx2": "-mavx2", "avx512": AVX512} if platform.machine() == "x86_64" else {"portable": ""}
+KERNELS = {"portable": "", "avx2": "-mavx2", "avx512": AVX512}
+if platform.machine() == "aarch64":
+    KERNELS = {"portable": "", "dotprod": "-mcpu=generic+dotprod"}
 
 
 def build(directory: Path, *flags: str) -> Path:
