@@ -340,7 +340,7 @@ def sync(path: Path) -> None:
 MANIFEST = "manifest.json"
 MAX_HASHED_BYTES = 16 * 2**20  # larger files are hashed only by `verify`; hashing one of this size takes 10 to 40 ms
 MAX_TEXT_BYTES = 64 * 2**20  # limit of files that are read as a whole: twice the largest published tokenizers
-TEXT_SUFFIXES = (".json", ".toml", ".txt", ".model", ".spm")  # suffixes of files that are read as a whole
+TEXT_SUFFIXES = (".json", ".toml", ".txt", ".model", ".spm", ".jinja")  # suffixes of files that are read as a whole
 
 Name = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=200)

@@ -7,9 +7,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import test_tokenizers as kinds
 
 from kit import hf
+from kit.chat import TEMPLATES, make_chat_model
+from kit.foreign import make_tokenizer
 from kit.fuzz import attack
 from kit.hf import make, quiet
 from regard.convert.hf import from_hf
@@ -27,7 +28,7 @@ MODELS = {
 def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     place = tmp_path_factory.mktemp("hf")
     texts = tmp_path_factory.mktemp("texts")
-    pad = kinds.make("marian", texts / "marian")["decoder_start_token_id"]
+    pad = make_tokenizer("marian", texts / "marian")["decoder_start_token_id"]
     changes = {"vocab_size": pad + 1, "pad_token_id": pad, "decoder_start_token_id": pad}
     for name, kind in MODELS.items():
         with pytest.MonkeyPatch.context() as patch:  # give the model the vocabulary size of its tokenizer
@@ -35,9 +36,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             make(name, place / name)
         if kind:
             if not (texts / kind).exists():
-                kinds.make(kind, texts / kind)
+                make_tokenizer(kind, texts / kind)
             shutil.copytree(texts / kind, place / name, dirs_exist_ok=True)
     make("gpt2", place / "parts", max_shard_size="8kB")
+    make_chat_model(place / "chat", "first", TEMPLATES["trimmed"])
     for base in place.iterdir():
         from_hf(base, texts / "runs" / base.name, 1, quiet)  # load lazy imports before forking the children
     return sorted(place.iterdir())

@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import cycle, islice, product
 from typing import Any
 
+import jinja2
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -23,7 +24,9 @@ from regard.parallel import children
 from regard.parallel.messages import Channel, Message
 from regard.text.chat import ANSWER, START, Chat, Piece
 from regard.text.codec import Codec
+from regard.text.tokenizer import library_errors
 
+SAFE_JINJA = (3, 1, 6)  # older sandboxes have known escapes
 MAX_CHARACTERS = 100_000  # of a template, and of a rendered chat
 MAX_SECONDS = 30.0  # to reduce a template; one is usual
 MAX_MEMORY = 2**30  # bytes of the address space of the child
@@ -115,6 +118,8 @@ def answer(channel: Channel, settings: dict[str, Any]) -> None:
 
 def reduce_safely(template: str, tokens: Mapping[str, str]) -> Chat:
     """`reduce` with limits of time and memory."""
+    if tuple(map(int, jinja2.__version__.split(".")[:3])) < SAFE_JINJA:
+        raise UserError("its program can only be read safely with jinja2 3.1.6 or newer: pip install -U jinja2")
     if len(template) > MAX_CHARACTERS:
         raise UserError(f"it has {len(template):,} characters, more than {MAX_CHARACTERS:,}")
     child = children.spawn(f"{__name__}:answer", {})
@@ -140,6 +145,7 @@ def end_of_turn(chat: Chat, names: Iterable[str]) -> str | None:
     return next((name for name in names if text.startswith(name)), None)
 
 
+@library_errors("its tokenizer does not fit")
 def with_ids(chat: Chat, codec: Codec) -> Chat:
     """The data with ids of special tokens; UserError if the ids of its prompts would differ from transformers."""
     library = Library.from_str(codec.target.to_json())
