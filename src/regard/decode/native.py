@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -111,14 +111,10 @@ class NativeEngine(Engine):
     def force(
         self, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds]
     ) -> list[tuple[float, ...] | None]:
-        if self._others:
-            return self._torch.force(sources, targets)
         rows = self._force(sources, targets)
         return [None if row is None else tuple(row.token_scores) for row in rows]
 
     def force_top(self, sources: Sequence[Sequence[TokenIds]], outputs: Sequence[TokenIds]) -> list[list[TopIds]]:
-        if self._others:
-            return self._torch.force_top(sources, outputs)
         rows = self._force(sources, outputs, top_tokens=self._top_tokens, blocked=self.preparer.blocked)
         return [[] if row is None else row.top_tokens for row in rows]
 
@@ -132,16 +128,7 @@ class NativeEngine(Engine):
 
     def steps(self, item: SearchInput) -> Iterator[tuple[int, float, TopIds]]:
         arguments = self._arguments([item], self.options)
-        (source,) = arguments.pop("sources")
-        (limit,) = arguments.pop("limits")
-        yield from self._core.stream(source, limit, **arguments, top_tokens=self._top_tokens)
-
-    @cached_property
-    def _torch(self) -> Engine:
-        """The torch engine, for the forced pass of an ensemble."""
-        from regard.decode.torch_engine import TorchEngine
-
-        return TorchEngine(self.runs, self.options.model_copy(update={"precision": "fp32"}))
+        yield from self._core.stream(**arguments, top_tokens=self._top_tokens)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -217,13 +204,17 @@ class NativeEngine(Engine):
     def _force(
         self, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], **options: Any
     ) -> list[Any | None]:
-        """What the model predicts while it reads targets; None for a pair that does not fit into memory."""
+        """What the models predict while they read targets; None for a pair that does not fit into memory."""
 
         def force(batch: Sequence[int]) -> list[Any | None]:
             def part(rows: slice) -> list[Any]:
                 indices = batch[rows]
-                first = [sources[i][0] for i in indices]
-                results: list[Any] = self._core.force(first, [targets[i] for i in indices], **options)
+                first, *further = zip(*(sources[i] for i in indices), strict=True)
+                others = list(zip(self._others, further, strict=False))  # alignments need the first model only
+                weights = self.options.weights if others else ()
+                results: list[Any] = self._core.force(
+                    first, [targets[i] for i in indices], others=others, weights=weights, **options
+                )
                 return results
 
             return self._in_parts(part, len(batch))
