@@ -79,11 +79,14 @@ class Tokenizer:
     def _split(self, text: str) -> Any:
         """The encoding of a text by the library."""
         with library_errors("the tokenizer cannot split this text"):
-            return self._library.encode(clean(text), add_special_tokens=False)
+            return self._library.encode(self._clean(text), add_special_tokens=False)
+
+    def _clean(self, text: str) -> str:
+        return text if text.isascii() else SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
     def unknown_tokens(self, text: str) -> list[str]:
         """The unknown tokens of a text, in order, with repetitions."""
-        text = clean(text)
+        text = self._clean(text)
         encoding = self._split(text)
         spans = zip(self._numbers(encoding), encoding.offsets, strict=True)
         return [text[start:end] for index, (start, end) in spans if self.is_unknown(index)]
@@ -167,8 +170,8 @@ class ForeignTokenizer(Tokenizer):
         instead = [self.unk] if self.is_unknown(self.unk) else []
         return [i for index in row for i in ([index] if index < self.size else instead)]
 
-    def _split(self, text: str) -> Any:
-        return super()._split(text.replace(HIDDEN, "\N{REPLACEMENT CHARACTER}"))
+    def _clean(self, text: str) -> str:
+        return super()._clean(text.replace(HIDDEN, "\N{REPLACEMENT CHARACTER}"))
 
     def _numbers(self, encoding: Any) -> list[int]:
         """The ids; a token that is unknown on this side may be a token of the other side."""
@@ -206,10 +209,6 @@ class ForeignTokenizer(Tokenizer):
         if "BPEDecoder" in steps:
             return token.replace(steps["BPEDecoder"]["suffix"], " ")
         return token.replace("▁", " ") if {"Metaspace", "Replace"} & steps.keys() else token
-
-
-def clean(text: str) -> str:
-    return text if text.isascii() else SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from kit.toy import call
 
 pytest.importorskip("regard_native")
 
+TORCH = ("--engine", "torch")
 PROGRAM = "import sys; from regard_native.cli import main; sys.argv[0] = 'regard-native'; sys.exit(main())"
 COMMAND = [sys.executable, "-c", PROGRAM]
 
@@ -37,7 +38,7 @@ def native(*args: object, stdin: bytes = b"", **settings: Any) -> subprocess.Com
 def test_lines_equal_those_of_regard(toy, options):
     lines = b"abc\n\nca\xffb\nx?\r\nfedcba\tF\n" + b"ab" * 3000 + b"\nlast"
     ours = native("generate", toy / "run", *options, stdin=lines)
-    theirs = call("generate", toy / "run", *options, stdin=lines)
+    theirs = call("generate", toy / "run", *TORCH, *options, stdin=lines)
     assert (ours.stdout.decode(), ours.returncode) == (theirs.out, 0)
     assert b"stdin:3: invalid UTF-8" in ours.stderr and b"stdin:6: the source has 6000 tokens" in ours.stderr
 
@@ -45,12 +46,12 @@ def test_lines_equal_those_of_regard(toy, options):
 def test_scores_equal_those_of_regard(toy, tmp_path):
     family("lm").save(tmp_path)
     for run, lines in ((toy / "run", b"abc\tAH B\nab\n\nx\t?\n"), (tmp_path, b"abc\nab\tc\n\n\xff\n")):
-        ours, theirs = (native("score", run, stdin=lines).stdout.decode(), call("score", run, stdin=lines).out)
+        ours, theirs = (native("score", run, stdin=lines).stdout.decode(), call("score", run, *TORCH, stdin=lines).out)
         for number, other in zip(ours.split("\n"), theirs.split("\n"), strict=True):
             assert number == other or float(number) == pytest.approx(float(other), abs=1e-4)
         assert theirs.startswith("-")
         rows = [json.loads(line) for line in native("score", run, "--json", stdin=lines).stdout.splitlines()]
-        others = [json.loads(line) for line in call("score", run, "--json", stdin=lines).lines]
+        others = [json.loads(line) for line in call("score", run, *TORCH, "--json", stdin=lines).lines]
         assert [list(row) for row in rows] == [list(row) for row in others]
         assert [row["line"] for row in rows] == [row["line"] for row in others]
 

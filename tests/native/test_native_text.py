@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from kit.foreign import CORPUS, PARTS, SPECIALS, make_tokenizer
 from kit.models import LITTLE
@@ -17,7 +17,7 @@ from regard.model import Model
 from regard.presets import preset
 from regard.run import Run
 from regard.text.codec import Codec, Example
-from regard.text.tokenizer import Tokenizer
+from regard.text.tokenizer import HIDDEN, Tokenizer
 
 pytest.importorskip("regard_native")
 pytest.importorskip("sentencepiece")
@@ -46,19 +46,20 @@ def native(codec: Codec, path: Path) -> NativeCodec:
 
 
 def same(codec: Codec, other: NativeCodec, text: str, features: str | None = None) -> None:
-    example = Example(text, features=features)
-    ids = codec.encode_source([example])[0]
+    pair = Example(text, text, features)
+    ids = codec.encode_source([pair])[0]
     assert other.encode_source(text, features) == ids
     assert [other.source_piece(index) for index in ids] == codec.source_pieces(ids)
     own = codec.target.encode([text])[0]
     assert other.target.encode(text) == own
     assert other.decode_target(own) == codec.decode_target(own)
     assert [other.target_piece(index) for index in own] == codec.target_pieces(own)
-    unknown = codec.unknown_tokens(example._replace(target=text), ids, own)
+    unknown = codec.unknown_tokens(pair, ids, own)
     assert other.unknown_tokens(text, features, ids, text, own) == unknown
 
 
 @given(text=texts, kind=st.sampled_from(KINDS))
+@example(text=f"{HIDDEN}[CLS]☃", kind="bert")
 def test_imported_tokenizers_equal_those_of_regard(imported, text, kind):
     same(*imported[kind], text)
 
