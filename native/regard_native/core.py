@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import math
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -120,7 +122,7 @@ class _Results(Structure):
         ("counts", POINTER(c_int32)),
         ("outputs", POINTER(_Output)),
         ("ids", POINTER(c_int32)),
-        ("scores", c_void_p),  # floats, or doubles in a build in double precision
+        ("scores", POINTER(c_float)),  # doubles in a build in double precision
         ("problem", c_char_p),
     )
 
@@ -302,14 +304,19 @@ class Core:
         call.check(_library.rn_search(*call.arguments))
         results = call.results
         keep = call.options.keep
-        scores = ctypes.cast(results.scores, POINTER(self._real))
+        ids = results.ids
+        scores: Any = results.scores
+        if self._real is c_double:
+            scores = ctypes.cast(scores, POINTER(c_double))
+        outputs = results.outputs
         decoded: list[list[Decoded]] = []
-        for i in range(len(sources)):
+        for i, stored in enumerate(results.counts[: len(sources)]):
             row = []
-            for j in range(i * keep, i * keep + results.counts[i]):
-                out = results.outputs[j]
-                span = slice(out.first, out.first + out.length)
-                row.append(Decoded(results.ids[span], scores[span], out.value, bool(out.limited)))
+            for j in range(i * keep, i * keep + stored):
+                out = outputs[j]
+                first = out.first
+                end = first + out.length
+                row.append(Decoded(ids[first:end], scores[first:end], out.value, out.limited != 0))
             decoded.append(row)
         return decoded
 
@@ -357,7 +364,7 @@ class Core:
         if not sources:
             return []
         members = _Members(self, self._workspace(), sources, others, weights)
-        source_ids, source_end = members.sources
+        source_ids, source_end = _joined(members.sources)
         target_ids, target_end = _joined(targets)
         lengths = np.asarray([len(target) for target in targets], dtype=np.int32)
         inputs = _Inputs(
@@ -430,28 +437,26 @@ class _Members:
         others: Others,
         weights: Sequence[float],
     ) -> None:
-        cores = [core, *(other for other, _ in others)]
+        self.sources = [*sources, *(source for _, rows in others for source in rows)]
         self._workspaces = [workspace, *(other._workspace() for other, _ in others)]
+        if not (others or weights):
+            self.ensemble = workspace.ensemble or workspace.alone(core)
+            return
+        cores = [core, *(other for other, _ in others)]
         weights = weights or [1] * len(cores)
         if len(weights) != len(cores):
             raise NativeError(f"weights: {len(weights)} given for {len(cores)} models; give one for each")
         if any(len(rows) != len(sources) for _, rows in others):
             raise NativeError("others: every model needs its ids of every source")
         total = math.fsum(weights)
-        self.sources = _joined([*sources, *(source for _, rows in others for source in rows)])
-        self.ensemble = _Ensemble(
-            len(cores),
-            (c_void_p * len(cores))(*(each._model for each in cores)),
-            (c_void_p * len(cores))(*(each.handle for each in self._workspaces)),
-            (c_double * len(cores))(*(weight / total for weight in weights)),
-        )
+        self.ensemble = _ensemble(cores, self._workspaces, [weight / total for weight in weights])
 
 
 class _Call:
     """The arguments of a search in the core, with the arrays that they point to."""
 
     def __init__(self, core: Core, search: Search, workspace: _Workspace) -> None:
-        self._arrays: list[np.ndarray] = []
+        self._arrays: list[np.ndarray | array.array[int]] = []
         self._search = search
         self._members = _Members(core, workspace, search.sources, search.others, search.weights)
         samples = self._samples()
@@ -512,7 +517,7 @@ class _Call:
         if any(values is not None and len(values) != count for values in per_input):
             raise NativeError(f"give one value of each rule for each of the {count} sources")
         inputs = _Inputs(count=count, limits=self._pointer(search.limits, np.int32))
-        inputs.sources, inputs.source_end = (array.ctypes.data for array in self._members.sources)
+        inputs.sources, inputs.source_end = self._lists(self._members.sources)
         if search.minimums is not None:
             inputs.minimums = self._pointer(search.minimums, np.int32)
         if search.prefixes is not None:
@@ -546,17 +551,26 @@ class _Call:
         )
 
     def _pointer(self, values: Any, kind: type[np.generic]) -> int:
+        if kind is np.int32 and not isinstance(values, np.ndarray):
+            return self._integers("i", values)
         try:
-            array = np.ascontiguousarray(values, dtype=kind)
+            values = np.ascontiguousarray(values, dtype=kind)
         except OverflowError:
             raise NativeError(TOO_LARGE) from None
-        self._arrays.append(array)
-        return int(array.ctypes.data)
+        self._arrays.append(values)
+        return int(values.ctypes.data)
+
+    def _integers(self, kind: str, values: Iterable[int]) -> int:
+        """Keep integers for the core; for a few of them, `array` takes a fraction of the time of numpy."""
+        try:
+            integers = array.array(kind, values)
+        except OverflowError:
+            raise NativeError(TOO_LARGE) from None
+        self._arrays.append(integers)
+        return integers.buffer_info()[0]
 
     def _lists(self, rows: Sequence[Sequence[int]]) -> tuple[int, int]:
-        ids, ends = _joined(rows)
-        self._arrays += ids, ends
-        return ids.ctypes.data, ends.ctypes.data
+        return self._integers("i", chain.from_iterable(rows)), self._integers("q", accumulate(map(len, rows)))
 
 
 class _Workspace:
@@ -564,12 +578,27 @@ class _Workspace:
 
     def __init__(self) -> None:
         self.handle = _library.rn_workspace()
+        self.ensemble: _Ensemble | None = None
         if not self.handle:
             raise OutOfMemory(STATUS[1])
+
+    def alone(self, core: Core) -> _Ensemble:
+        """The ensemble of the only model that uses this memory."""
+        self.ensemble = _ensemble([core], [self], [1])
+        return self.ensemble
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
             _library.rn_free_workspace(self.handle)
+
+
+def _ensemble(cores: Sequence[Core], workspaces: Sequence[_Workspace], weights: Sequence[float]) -> _Ensemble:
+    return _Ensemble(
+        len(cores),
+        (c_void_p * len(cores))(*(each._model for each in cores)),
+        (c_void_p * len(cores))(*(each.handle for each in workspaces)),
+        (c_double * len(cores))(*weights),
+    )
 
 
 def _joined(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from typing import Any
 
 from regard_native.core import NativeError
@@ -82,7 +83,9 @@ class Options:
     @classmethod
     def of(cls, settings: Mapping[str, Any], show: Callable[[str], str] = str) -> Options:
         """Checked options. `show` writes the name of an option as the user does."""
-        known = {each.name: each for each in fields(cls)}
+        if not settings:
+            return DEFAULTS
+        known = _fields()
         values = {}
         for name, value in settings.items():
             if name not in known:
@@ -113,6 +116,14 @@ class Options:
             ("alignment_heads", self.alignment, "alignment"),
         ):
             yield not used and getattr(self, name) != getattr(Options, name), f"{name} needs {needed}"
+
+
+DEFAULTS = Options()
+
+
+@cache
+def _fields() -> dict[str, Field[Any]]:
+    return {each.name: each for each in fields(Options)}
 
 
 def unknown_option(name: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:

@@ -8,7 +8,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +277,7 @@ class Codec:
         self.before = [int(ids["sos"])] * (config["frame"] in ("both", "start"))
         self.after = [self.eos] * (config["frame"] in ("both", "end"))
         self._feature_ids = {name: self.source.size + index for index, name in enumerate(self.features)}
+        self.target_piece = cache(partial(self._piece, self.target))  # every token of an output needs it
 
     def encode_source(self, text: str, features: str | None) -> list[int]:
         """The ids of features and text, framed by special tokens."""
@@ -293,9 +294,6 @@ class Codec:
     def source_piece(self, index: int) -> str:
         """A printable string for a source id: a token or the name of a feature."""
         return self._piece(self.source, index)
-
-    def target_piece(self, index: int) -> str:
-        return self._piece(self.target, index)
 
     def _piece(self, tokenizer: Tokenizer, index: int) -> str:
         if index < tokenizer.size:
