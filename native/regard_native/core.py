@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -27,7 +27,7 @@ STATUS = (
     "the scores of the model are not numbers (NaN); its weights are broken",
     "invalid token ids or limits",
 )
-INVALID, RUNNING = 3, 4
+INVALID, RUNNING, CANCELLED = 3, 4, 5
 MAX_NUMBER = 2**31 - 1
 TOO_LARGE = f"a number is larger than {MAX_NUMBER:,}"
 SENTENCES = 32  # decoded at the same time
@@ -61,6 +61,9 @@ class _Ensemble(Structure):
     )
 
 
+_Cancelled = ctypes.CFUNCTYPE(c_int32)
+
+
 class _Options(Structure):
     _fields_ = (
         ("beam", c_int32),
@@ -79,6 +82,7 @@ class _Options(Structure):
         ("top_p", c_double),
         ("min_p", c_double),
         ("blocked", c_void_p),
+        ("cancelled", _Cancelled),
     )
 
 
@@ -194,6 +198,7 @@ class Search:
     min_p: float = 0.0
     alternatives: int = 0  # outputs are the prefix and one of this many best tokens after it
     top_tokens: int = 0  # of a stream: most probable tokens to report at each step
+    check: Callable[[], None] = lambda: None  # called before each step; may raise to end the search
 
 
 class Token(NamedTuple):
@@ -452,12 +457,28 @@ class _Members:
         self.ensemble = _ensemble(cores, self._workspaces, [weight / total for weight in weights])
 
 
+class _Watch:
+    """Calls `check` between the steps of a search and keeps its error. Signals such as Ctrl-C are handled then, too."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self.error: BaseException | None = None
+
+    def __call__(self) -> int:
+        try:
+            self._check()
+        except BaseException as error:
+            self.error = error
+        return self.error is not None
+
+
 class _Call:
     """The arguments of a search in the core, with the arrays that they point to."""
 
     def __init__(self, core: Core, search: Search, workspace: _Workspace) -> None:
         self._arrays: list[np.ndarray | array.array[int]] = []
         self._search = search
+        self._watch = _Watch(search.check)
         self._members = _Members(core, workspace, search.sources, search.others, search.weights)
         samples = self._samples()
         stages = max(search.stages, default=0) if search.phrases and search.stages else 0
@@ -469,6 +490,8 @@ class _Call:
 
     def check(self, status: int) -> None:
         """Raise the error of a search that has failed."""
+        if status == CANCELLED and self._watch.error:
+            raise self._watch.error
         if status == 1:
             search = self._search
             raise OutOfMemory(
@@ -508,6 +531,7 @@ class _Call:
             top_p=search.top_p,
             min_p=search.min_p,
             blocked=self._pointer(search.blocked, np.int32),
+            cancelled=_Cancelled(self._watch),
         )
 
     def _input_lists(self) -> _Inputs:

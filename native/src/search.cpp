@@ -75,6 +75,7 @@ class Search {
   }
 
   Status step() {
+    if (options_.cancelled && options_.cancelled()) return CANCELLED;
     if (next_ < inputs_.count) admit();
     const int rows = extend();
     if (!rows) return DONE;

@@ -40,6 +40,7 @@ struct Options {
   double repetition_penalty = 1;
   double temperature = 1, top_p = 1, min_p = 0;
   const int32_t* blocked = nullptr;  // tokens that are never produced
+  int32_t (*cancelled)() = nullptr;  // asked before each step: other than 0 ends the search
 };
 
 // The automaton of required and forbidden phrases and of stop strings, over `states` and the target vocabulary. Tables
@@ -108,7 +109,7 @@ struct Step {
   const double* top_scores = nullptr;
 };
 
-enum Status { DONE, OUT_OF_MEMORY, NOT_NUMBERS, INVALID, RUNNING };
+enum Status { DONE, OUT_OF_MEMORY, NOT_NUMBERS, INVALID, RUNNING, CANCELLED };
 
 // What is wrong with the options or inputs of a search, or null. `positions` is the number that an output needs in
 // addition to those of its tokens.

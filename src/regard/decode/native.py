@@ -85,6 +85,7 @@ class NativeEngine(Engine):
         self._top_tokens = min(self.options.top_tokens, self.runs[0].config.target_vocab)
         self._workers = workers or cores()
         self._pool: ThreadPoolExecutor | None = None
+        self.before_step: Callable[[], None] = lambda: None  # called before every step; may raise to end the search
 
     @property
     def streams(self) -> bool:
@@ -127,8 +128,7 @@ class NativeEngine(Engine):
         return [none if row is None else row.alignment for row, none in zip(rows, empty, strict=True)]
 
     def steps(self, item: SearchInput) -> Iterator[tuple[int, float, TopIds]]:
-        arguments = self._arguments([item], self.options)
-        yield from self._core.stream(**arguments, top_tokens=self._top_tokens)
+        yield from self._core.stream(**self._arguments([item], self.options), top_tokens=self._top_tokens)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -175,11 +175,12 @@ class NativeEngine(Engine):
     def _arguments(self, inputs: Sequence[SearchInput], options: Options) -> dict[str, Any]:
         """Inputs and options as arguments of a search of the core."""
         samples = options.mbr or options.nbest
-        others = enumerate(self._others, 1)
+        first, *rest = zip(*(item.sources for item in inputs), strict=True)
         return {
-            "sources": [item.sources[0] for item in inputs],
+            "check": self.before_step,
+            "sources": first,
             "limits": [item.limit for item in inputs],
-            "others": [(core, [item.sources[m] for item in inputs]) for m, core in others],
+            "others": list(zip(self._others, rest, strict=True)),
             "weights": options.weights,
             "minimums": [item.minimum for item in inputs],
             "prefixes": [item.prefix for item in inputs],
@@ -204,17 +205,16 @@ class NativeEngine(Engine):
     def _force(
         self, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], **options: Any
     ) -> list[Any | None]:
-        """What the models predict while they read targets; None for a pair that does not fit into memory."""
+        """What the model predicts while it reads targets; None for a pair that does not fit into memory."""
 
         def force(batch: Sequence[int]) -> list[Any | None]:
             def part(rows: slice) -> list[Any]:
                 indices = batch[rows]
-                first, *further = zip(*(sources[i] for i in indices), strict=True)
-                others = list(zip(self._others, further, strict=False))  # alignments need the first model only
+                first, *rest = zip(*(sources[i] for i in indices), strict=True)
+                others = list(zip(self._others, rest, strict=False))  # none for an alignment, which is of the first run
                 weights = self.options.weights if others else ()
-                results: list[Any] = self._core.force(
-                    first, [targets[i] for i in indices], others=others, weights=weights, **options
-                )
+                outputs = [targets[i] for i in indices]
+                results: list[Any] = self._core.force(first, outputs, others=others, weights=weights, **options)
                 return results
 
             return self._in_parts(part, len(batch))

@@ -76,6 +76,8 @@ class Preparer:
         self.runs = runs
         self.options = options
         self.config = check_ensemble(runs)
+        if options.weights and len(options.weights) != len(runs):
+            raise UserError(f"weights: {len(options.weights)} given for {plural(len(runs), 'run')}; give one for each")
         self.codec = runs[0].codec
         self.continues = "encoder" not in self.config.stacks
         self.max_source, self.max_target = (min(limit, max_tokens) for limit in position_limits(runs))
