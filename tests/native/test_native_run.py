@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ from regard.text.tokenizer import Tokenizer
 pytest.importorskip("regard_native")
 
 import regard_native
+from regard_native.core import load_library
 from regard_native.options import ELSEWHERE
+
+from kit.native_build import CAN_BUILD, COMPILER
 
 TOLERANCE = 1e-4
 SETTINGS: list[dict[str, Any]] = [
@@ -204,3 +208,16 @@ def test_mutated_runs_are_refused_or_answer(tmp_path, toy):
             except regard_native.NativeError:
                 continue
         path.write_bytes(original)
+
+
+@pytest.mark.skipif(not CAN_BUILD, reason="needs g++")
+def test_library_that_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(regard_native.NativeError, match="does not load; install regard-native again"):
+        load_library(tmp_path)
+    code = 'extern "C" const char* rn_version() { return "0.0.1"; }'
+    output = str(tmp_path / "libregard.so")
+    subprocess.run(
+        [str(COMPILER), "-shared", "-fPIC", "-x", "c++", "-", "-o", output], input=code, text=True, check=True
+    )
+    with pytest.raises(regard_native.NativeError, match=r"has version 0\.0\.1, but the Python package has"):
+        load_library(tmp_path)
