@@ -16,7 +16,7 @@ ELSEWHERE = (
     "alternatives", "alternatives_at", "batch_tokens", "coverage_penalty", "diversity", "forbid", "groups", "mbr",
     "precision", "require", "require_any", "stop", "utility", "weights", "window",
 )  # fmt: skip
-MAX_SAMPLES = 10_000
+MAX_SAMPLES = 1000
 MAX_BEAM = 1000
 MAX_LENGTH = 1_000_000  # of an output, in tokens
 LENGTH_RATIO = 3  # the default maximum length is LENGTH_RATIO * source + LENGTH_EXTRA
