@@ -58,6 +58,10 @@ class Answerer:
         rows = self.engine.decode(items)
         return list(map(Generated, items, rows))
 
+    def texts(self, sources: Sequence[str]) -> list[list[str]]:
+        """The output texts of plain sources; an engine may leave out what takes extra time."""
+        return self.engine.texts(sources)
+
     def stream(self, item: Input) -> TokenStream:
         """The output for one input, token by token."""
         engine = self.engine

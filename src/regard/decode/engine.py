@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -104,6 +104,13 @@ class Engine(AbstractContextManager["Engine"]):
         They end early if the rules allow no token.
         """
         raise NotImplementedError
+
+    def texts(self, sources: Sequence[str]) -> list[list[str]]:
+        """The output texts of plain sources, without what takes extra time."""
+        return [[hypothesis.text for hypothesis in row] for row in self(sources)]
+
+    def cancel_by(self, check: Callable[[], None] | None) -> None:
+        """Call `check`, which may raise, before every input and every step of a search, if the engine has steps."""
 
     def close(self) -> None:
         """Release resources; the engine must not be used afterwards."""

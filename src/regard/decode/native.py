@@ -85,11 +85,15 @@ class NativeEngine(Engine):
         self._top_tokens = min(self.options.top_tokens, self.runs[0].config.target_vocab)
         self._workers = workers or cores()
         self._pool: ThreadPoolExecutor | None = None
-        self.before_step: Callable[[], None] = lambda: None  # called before every step; may raise to end the search
+        self._check: Callable[[], None] | None = None
 
     @property
     def streams(self) -> bool:
         return True
+
+    def cancel_by(self, check: Callable[[], None] | None) -> None:
+        self.preparer.before_input = check
+        self._check = check
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
@@ -177,7 +181,7 @@ class NativeEngine(Engine):
         samples = options.mbr or options.nbest
         first, *rest = zip(*(item.sources for item in inputs), strict=True)
         return {
-            "check": self.before_step,
+            "check": self._check or (lambda: None),
             "sources": first,
             "limits": [item.limit for item in inputs],
             "others": list(zip(self._others, rest, strict=True)),

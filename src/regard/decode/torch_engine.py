@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -53,6 +53,10 @@ class TorchEngine(Engine):
     @property
     def streams(self) -> bool:
         return True
+
+    def cancel_by(self, check: Callable[[], None] | None) -> None:
+        self.preparer.before_input = check
+        self.scorer.before_step = check
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]

@@ -30,7 +30,7 @@ class PoolSettings:
 
     runs: dict[str, str]  # name -> directory
     workers: int  # batches at once
-    engine: str = "torch"
+    engine: str = "auto"
     precision: str = "fp32"
     threads: int = 1  # per worker
     nice: int = 10  # so that the event loop of the server gets a core as soon as it needs one

@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from regard.config import Count, Value
-from regard.decode.request import EngineName, Options, Precision, check_engine
+from regard.decode.request import ENGINE_HELP, EngineChoice, Options, Precision, check_engine
 from regard.errors import UserError
 from regard.recipe import option
 
@@ -53,8 +53,8 @@ class ServeSettings(Value):
     nice: Annotated[int, Field(ge=0, le=19, strict=True)] = option(
         10, "Lower the priority of workers by this much. 0: that of other programs; refusals are slower under load."
     )
-    engine: EngineName = option("torch", "Engine: torch or ctranslate2.")
-    precision: Precision = option("fp32", "Precision: fp32, bf16 with torch, int8 with ctranslate2.")
+    engine: EngineChoice = option("auto", f"Engine: {ENGINE_HELP}")
+    precision: Precision = option("fp32", "Precision: fp32, bf16 with torch, int8 with native or ctranslate2.")
     beam: Count = option(4, "Beam width of /translate; other requests set their own.")
 
     # limits

@@ -12,26 +12,35 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic_core import from_json
 
-from regard.answers import EMBED_TOKENS, Answerer, Result, generation_json, label_json, score_json, truncation
-from regard.decode.ctranslate2 import CTranslate2Engine
-from regard.decode.encoder_only import MaskFiller
-from regard.decode.request import CONSTRAINTS, ENGINES, EngineName, Options, Precision, Prompt, Request
-from regard.decode.torch_engine import TorchEngine
+from regard.answers import (
+    EMBED_TOKENS,
+    Answerer,
+    Result,
+    generation_json,
+    label_json,
+    load_models,
+    open_engine,
+    score_json,
+    truncation,
+)
+from regard.decode.native import NativeEngine
+from regard.decode.request import CONSTRAINTS, ENGINES, EngineChoice, Options, Precision, Prompt, Request
 from regard.device import release_memory
 from regard.errors import UserError
-from regard.inspect.trace import Trace
 from regard.parallel.children import Work
 from regard.parallel.messages import Channel
 from regard.run import CHAT_TEMPLATE, Run
 from regard.serve.pool import INTERNAL_ERROR, body_message, read_body
 from regard.text.codec import Example
+
+if TYPE_CHECKING:
+    from regard.inspect.trace import Trace
 
 RELEASE_SECONDS = 5.0  # between calls of release_memory: batches of different sizes fragment the heap
 WEIGHT_BYTES = 7  # of an attention weight in JSON
@@ -75,10 +84,12 @@ class BatchAnswerer:
     """Answers batches with the runs of this process."""
 
     def __init__(
-        self, runs: Mapping[str, Run], engine: EngineName = "torch", precision: Precision = "fp32", slots: int = 1
+        self, runs: Mapping[str, Run], engine: EngineChoice = "auto", precision: Precision = "fp32", slots: int = 1
     ):
         """`slots` is the number of threads that answer at the same time."""
         self.runs = runs
+        # The same runs for what only torch can do: an engine of a run whose model is in memory is always torch.
+        self._loaded = {name: run if run.loaded else replace(run) for name, run in runs.items()}
         self.engine = engine
         self.precision = precision
         self.slots = slots
@@ -107,7 +118,7 @@ class BatchAnswerer:
         """Outputs with scores, as `regard generate --json` prints them."""
         answerer = self._decoder(batch)
         attention = batch.settings.get("attention")  # its maximum bytes for an input
-        fallback = self.engine != "torch" and isinstance(answerer.engine, TorchEngine | MaskFiller)
+        fallback = self.engine not in ("auto", answerer.engine.name)
         requests = batch.requests()
         with self._cancellable(answerer, batch):
             answers = answerer.generate(requests)
@@ -117,20 +128,18 @@ class BatchAnswerer:
             if attention and hypotheses[0].text:
                 batch.check()
                 example = Example(request.source, features=request.features)
-                details["attention"] = attention_json(answerer.trace(example, hypotheses[0].text), attention)
+                trace = Answerer([self._loaded[batch.run]]).trace(example, hypotheses[0].text)
+                details["attention"] = attention_json(trace, attention)
             result = generation_json(request.source, hypotheses, details)
-            results.append({**result, "engine": "torch"} if fallback else result)
+            results.append({**result, "engine": answerer.engine.name} if fallback else result)
         return results
 
     def translate(self, batch: WorkerBatch) -> list[Result]:
         """The texts of the outputs, without scores; a source without an output is an error."""
         answerer = self._decoder(batch)
         sources = [item["source"] for item in batch.inputs]
-        if isinstance(answerer.engine, CTranslate2Engine):
-            rows = answerer.engine.texts(sources)
-        else:
-            with self._cancellable(answerer, batch):
-                rows = [[h.text for h in answer.hypotheses] for answer in answerer.generate(sources)]
+        with self._cancellable(answerer, batch):
+            rows = answerer.texts(sources)
         results: list[Result] = [{"texts": row} for row in rows]
         for index in (i for i, row in enumerate(rows) if not row[0]):
             if flags := answerer.engine.prepare([sources[index]])[0].flags:
@@ -139,7 +148,7 @@ class BatchAnswerer:
 
     def stream(self, batch: WorkerBatch) -> list[Result]:
         """Decode one input, and send every token as soon as it is decided."""
-        answerer = self._answerer("torch", batch)
+        answerer = self._answerer(self._scoring_engine, batch)
         [request] = batch.requests()
         with self._cancellable(answerer, batch):
             pieces = answerer.stream(request)
@@ -153,12 +162,12 @@ class BatchAnswerer:
     def score(self, batch: WorkerBatch) -> list[Result]:
         """Log-probabilities of given targets, as in `regard score`."""
         pairs = batch.examples()
-        scored = self._answerer("torch", batch).score(pairs)
+        scored = self._answerer(self._scoring_engine, batch).score(pairs)
         return [score_json(pair, each) for pair, each in zip(pairs, scored, strict=True)]
 
     def classify(self, batch: WorkerBatch) -> list[Result]:
         texts = batch.examples()
-        labels = self._answerer("torch", batch).classify(texts)
+        labels = Answerer([self._loaded[batch.run]], self._options(batch)).classify(texts)
         return [label_json(text.source, label) for text, label in zip(texts, labels, strict=True)]
 
     def embed(self, batch: WorkerBatch) -> list[Result]:
@@ -169,7 +178,7 @@ class BatchAnswerer:
         longest = max(map(len, run.codec.source.encode(texts)))
         if run.config.top.max_positions is None and longest > (most := batch.settings.get("max_source", longest)):
             raise UserError(f"source: {longest} tokens; at most {most} (max_source)")
-        answerer = Answerer([run], Options(batch_tokens=EMBED_TOKENS))
+        answerer = Answerer([self._loaded[batch.run]], Options(batch_tokens=EMBED_TOKENS))
         vectors, truncated, limit = answerer.embed(texts, normalize=normalize)
         results: list[Result] = [{"vector": [float(v) for v in row]} for row in vectors]
         for index, tokens in truncated.items():
@@ -178,7 +187,7 @@ class BatchAnswerer:
 
     def inspect(self, batch: WorkerBatch) -> list[Result]:
         """The attention page of each example, as HTML."""
-        answerer = Answerer([self.runs[batch.run]])
+        answerer = Answerer([self._loaded[batch.run]])
         results = []
         for example in batch.examples():
             batch.check()
@@ -187,27 +196,32 @@ class BatchAnswerer:
 
     @contextmanager
     def _cancellable(self, answerer: Answerer, batch: WorkerBatch) -> Iterator[None]:
-        """Check before every input and step of a search with torch whether the batch was cancelled."""
+        """Check before every input and step of a search whether the batch was cancelled, if the engine can do so."""
         engine = answerer.engine
-        if not isinstance(engine, TorchEngine):
-            yield
-            return
-        with self._torch_lock:
-            engine.scorer.before_step = engine.preparer.before_input = batch.check
+        with self._torch_lock if engine.name == "torch" else nullcontext():
+            engine.cancel_by(batch.check)
             try:
                 yield
             finally:
-                engine.scorer.before_step = engine.preparer.before_input = None
+                engine.cancel_by(None)
+
+    @property
+    def _scoring_engine(self) -> EngineChoice:
+        """The engine of scores and streams, which CTranslate2 does not have."""
+        return "torch" if self.engine == "ctranslate2" else self.engine
+
+    def _options(self, batch: WorkerBatch) -> Options:
+        return Options.of(**{option: value for option, value in batch.settings.items() if option != "attention"})
 
     def _decoder(self, batch: WorkerBatch) -> Answerer:
         """An answerer for a batch; with torch where the server's engine does not support a constraint of an input."""
         constraints = {name for item in batch.inputs for name, value in item.items() if value and name in CONSTRAINTS}
         if "seed" in constraints and not batch.settings.get("sample"):
             constraints.remove("seed")  # without sampling, a seed has no effect
-        supported = constraints <= ENGINES[self.engine].constraints
+        supported = self.engine == "auto" or constraints <= ENGINES[self.engine].constraints
         return self._answerer(self.engine if supported else "torch", batch)
 
-    def _answerer(self, engine: EngineName, batch: WorkerBatch) -> Answerer:
+    def _answerer(self, engine: EngineChoice, batch: WorkerBatch) -> Answerer:
         """An answerer with this engine for the run and options of a batch, made on first use."""
         # The key has the options as text: checking them for every batch took as long as everything but the search.
         key = engine, batch.run, batch.options
@@ -218,17 +232,23 @@ class BatchAnswerer:
                 self._answerers.popitem(last=False)
         return answerer
 
-    def _open(self, name: EngineName, batch: WorkerBatch) -> Answerer:
+    def _open(self, name: EngineChoice, batch: WorkerBatch) -> Answerer:
         run = self.runs[batch.run]
-        options = Options.of(**{option: value for option, value in batch.settings.items() if option != "attention"})
-        if name == "ctranslate2" and run.task.seq2seq:
-            with suppress(UserError):  # an unsupported option is decoded with torch
-                quantized = options.model_copy(update={"precision": self.precision})
-                engine = CTranslate2Engine(run, quantized, self.slots, translator=self._translators.get(batch.run))
+        options = self._options(batch)
+        chosen = options.model_copy(update={"precision": self.precision})
+        with suppress(UserError):  # an unsupported option is decoded with torch
+            if name == "ctranslate2" and run.task.seq2seq:
+                from regard.decode.ctranslate2 import CTranslate2Engine
+
+                engine = CTranslate2Engine(run, chosen, self.slots, translator=self._translators.get(batch.run))
                 self._translators[batch.run] = engine.translator
                 return Answerer([run], options, engine)
+            if name in ("native", "auto") and not run.loaded:
+                return Answerer([run], chosen, NativeEngine([run], chosen, workers=1))
         precision = {"precision": self.precision} if self.precision in ENGINES["torch"].precisions else {}
-        return Answerer([run], options.model_copy(update=precision))
+        options = options.model_copy(update=precision)
+        loaded = [self._loaded[batch.run]]
+        return Answerer(loaded, options, open_engine(loaded, options, "torch", workers=1))
 
 
 def attention_json(trace: Trace, limit: int) -> Result:
@@ -251,7 +271,7 @@ def describe(name: str, run: Run) -> Result:
     return {
         "name": name,
         "task": run.task.name,
-        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "parameters": run.weights.size,
         "labels": list(run.labels),
         "width": run.config.top.out_width,
         "features": "features" in run.codec.columns,
@@ -268,13 +288,11 @@ def describe(name: str, run: Run) -> Result:
 def prepare(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
     """Load the runs -> the work of a worker, and a description of the runs."""
     _ignore_signals()
-    torch.set_num_threads(settings["threads"])
-    runs = {name: Run.load(path) for name, path in settings["runs"].items()}
+    runs = {name: Run.load(path, model=False) for name, path in settings["runs"].items()}
     slots: int = settings["slots"]
+    for run in runs.values():  # engines pack the weights, once for all workers
+        open_for_workers(run, settings["engine"], settings["precision"], settings["threads"])
     answerer = BatchAnswerer(runs, settings["engine"], settings["precision"], slots)
-    for run in runs.values():
-        if "stream" in run.task.answers:
-            TorchEngine(run)  # packs the weights, once for all workers
     warnings.simplefilter("ignore", UserWarning)  # warnings quote words of a request, which must not be logged
     gc.collect()
     gc.freeze()  # a garbage collection would write to memory pages that workers share
@@ -285,6 +303,19 @@ def prepare(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
         answer_in_threads(answerer, channel, slots)
 
     return work, {"runs": [describe(name, run) for name, run in runs.items()]}
+
+
+def open_for_workers(run: Run, engine: EngineChoice, precision: Precision, threads: int) -> None:
+    """Open the engine of a run; an engine that does not support the run is replaced by torch."""
+    decodes = "generate" in run.task.answers and run.config.predicts_tokens
+    if not decodes:
+        load_models([run], threads)
+    elif engine == "ctranslate2":
+        load_models([run], threads)
+        if "stream" in run.task.answers:
+            open_engine([run], Options(), "torch", workers=1)
+    else:
+        open_engine([run], Options(precision=precision), engine, workers=1, threads=threads)
 
 
 def _ignore_signals() -> None:
