@@ -334,7 +334,7 @@ def test_examples_of_the_documentation_work(runs):
 
 
 def test_stream_is_not_restarted_when_its_worker_is_killed(runs):
-    with serving({"lm": runs["lm"]}, workers=1) as client, ThreadPoolExecutor(1) as threads:
+    with serving({"lm": runs["lm"]}, workers=1, engine="torch") as client, ThreadPoolExecutor(1) as threads:
         service = client.server.service
         body = {"inputs": "abab", "stream": True, "min_length": 90, "max_length": 100, "sample": True, "seed": 1}
         pending = threads.submit(client.post, "/v1/generate", body)

@@ -130,7 +130,7 @@ def test_arguments_are_checked_before_ray_is_imported(
         ({"runs": run, "min_replicas": 3, "max_replicas": "2"}, "3 is more than max_replicas, 2"),
         ({"runs": run, "port": 80}, "port: belongs to the configuration of Ray Serve"),
         ({"runs": str(tmp_path)}, "not a run directory"),
-        ({"runs": run, "precision": "int8"}, "int8: goes with"),
+        ({"runs": run, "engine": "torch", "precision": "int8"}, "int8: goes with"),
         ({"runs": run, "keys": str(tmp_path / "none")}, "cannot be read"),
         ({"runs": run, "max_replicas": "3", "cpus": "0.5"}, "needs ray, which is not installed"),
     ):

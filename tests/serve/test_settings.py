@@ -64,7 +64,7 @@ def test_run_name_is_its_directory_name_or_an_explicit_name(tmp_path):
 
 def test_invalid_precision_proxy_and_max_inputs_are_refused():
     with pytest.raises(UserError, match="ctranslate2"):
-        ServeSettings(precision="int8").check(Keys())
+        ServeSettings(engine="torch", precision="int8").check(Keys())
     with pytest.raises(UserError, match="not an address"):
         ServeSettings(proxy=("here",))
     with pytest.raises(UserError, match=r"'http://a.example' is not a name"):
