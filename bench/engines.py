@@ -29,7 +29,7 @@ from regard.convert.to_ctranslate2 import names_of, write_model
 from regard.errors import UserError
 from regard.text.codec import Example
 
-Engine = Callable[[Sequence[str], int], object]  # texts, beam -> outputs
+Engine = Callable[[Sequence[str], int, int], object]  # texts, beam, exact length of the outputs or 0 -> outputs
 PAIRS = (
     ("native int8", "ct2 int8"),
     ("native fp32", "ct2 fp32"),
@@ -40,15 +40,19 @@ PAIRS = (
 )
 
 
+def exactly(length: int) -> dict[str, int]:
+    return {"min_length": length, "max_length": length} if length else {}
+
+
 def native(path: str, precision: str, kernels: str | None, threads: int) -> Engine:
     run = regard_native.load(path, precision=precision, kernels=kernels)
     pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
-    def generate(texts: Sequence[str], beam: int) -> object:
+    def generate(texts: Sequence[str], beam: int, length: int) -> object:
         if pool is None or len(texts) == 1:
-            return run.generate(texts, beam=beam)
+            return run.generate(texts, beam=beam, **exactly(length))
         parts = [texts[i::threads] for i in range(threads)]
-        return list(pool.map(lambda part: run.generate(part, beam=beam), parts))
+        return list(pool.map(lambda part: run.generate(part, beam=beam, **exactly(length)), parts))
 
     return generate
 
@@ -61,16 +65,17 @@ def ct2(run: regard.Run, precision: str, threads: int) -> Engine:
     names, _ = names_of(run)
     tokens: dict[str, list[str]] = {}
 
-    def generate(texts: Sequence[str], beam: int) -> object:
+    def generate(texts: Sequence[str], beam: int, length: int) -> object:
         rows = [tokens[text] for text in texts]
         size = -(-len(rows) // threads)
-        return translator.translate_batch(rows, beam_size=beam, max_batch_size=size)
+        limits = {"min_decoding_length": length, "max_decoding_length": length or 256}
+        return translator.translate_batch(rows, beam_size=beam, max_batch_size=size, **limits)
 
-    def prepared(texts: Sequence[str], beam: int) -> object:
+    def prepared(texts: Sequence[str], beam: int, length: int) -> object:
         missing = [text for text in texts if text not in tokens]
         for text, ids in zip(missing, run.codec.encode_source([Example(text) for text in missing]), strict=True):
             tokens[text] = [names[index] for index in ids]
-        return generate(texts, beam)
+        return generate(texts, beam, length)
 
     return prepared
 
@@ -85,13 +90,14 @@ def transformers(run: regard.Run) -> Engine:
         model = AutoModelForSeq2SeqLM.from_pretrained(out)
     rows: dict[str, list[int]] = {}
 
-    def generate(texts: Sequence[str], beam: int) -> object:
+    def generate(texts: Sequence[str], beam: int, length: int) -> object:
         for text in texts:
             if text not in rows:
                 rows[text] = run.codec.encode_source([Example(text)])[0]
         source_BS, keep_BS = pad([rows[text] for text in texts], run.config.ids.pad)
         keep_BS = torch.ones_like(source_BS, dtype=torch.bool) if keep_BS is None else keep_BS
-        return model.generate(input_ids=source_BS, attention_mask=keep_BS.long(), num_beams=beam, max_new_tokens=256)
+        limits = {"min_new_tokens": length, "max_new_tokens": length or 256}
+        return model.generate(input_ids=source_BS, attention_mask=keep_BS.long(), num_beams=beam, **limits)
 
     return generate
 
@@ -108,7 +114,9 @@ def open_engines(path: str, names: Sequence[str], threads: int) -> dict[str, Eng
             elif family == "ct2":
                 engines[name] = ct2(run, precision, threads)
             elif name == "torch":
-                engines[name] = lambda texts, beam: run.generate(texts, beam=beam, engine="torch")
+                engines[name] = lambda texts, beam, length: run.generate(
+                    texts, beam=beam, engine="torch", **exactly(length)
+                )
             else:
                 engines[name] = transformers(run)
         except UserError as error:
@@ -117,18 +125,23 @@ def open_engines(path: str, names: Sequence[str], threads: int) -> dict[str, Eng
 
 
 def measure(
-    engines: dict[str, Engine], batches: Sequence[Sequence[str]], beam: int, rounds: int, clock: Callable[[], float]
+    engines: dict[str, Engine],
+    batches: Sequence[Sequence[str]],
+    beam: int,
+    length: int,
+    rounds: int,
+    clock: Callable[[], float],
 ) -> dict[str, list[float]]:
     """Texts per second of each engine in each round."""
     count = sum(map(len, batches))
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for engine in engines.values():
-        engine(batches[0], beam)  # warm-up
+        engine(batches[0], beam, length)  # warm-up
     for _ in range(rounds):
         for name, engine in engines.items():
             began = clock()
             for batch in batches:
-                engine(batch, beam)
+                engine(batch, beam, length)
             rates[name].append(count / (clock() - began))
     return rates
 
@@ -153,6 +166,7 @@ def main() -> None:
     parser.add_argument("--beam", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--texts", type=int, default=512, help="texts of a round; in batches of 1 an eighth of them")
+    parser.add_argument("--length", type=int, default=0, help="exact output tokens, for runs that are not trained")
     parser.add_argument("--rounds", type=int, default=5)
     settings = parser.parse_args()
     *paths, file = settings.runs
@@ -166,7 +180,7 @@ def main() -> None:
                 for size in settings.batch:
                     part = texts[: max(1, len(texts) // 8)] if size == 1 else texts
                     batches = [part[i : i + size] for i in range(0, len(part), size)]
-                    rates = measure(engines, batches, beam, settings.rounds, clock)
+                    rates = measure(engines, batches, beam, settings.length, settings.rounds, clock)
                     print(f"{path}  threads {threads}  beam {beam}  batch {size}")
                     for name, values in rates.items():
                         print(f"    {name:18}{statistics.median(values):9.1f} texts/s")
