@@ -14,7 +14,7 @@ from regard.decode.hypothesis import Hypothesis, unknown_flags
 from regard.decode.request import EngineChoice, Input, Options
 from regard.decode.scoring import Pair, Scored, score_pairs
 from regard.decode.search_inputs import SearchInput
-from regard.errors import UserError, plural
+from regard.errors import NO_TORCH, UserError, lacks_torch, plural
 from regard.parallel.cores import cores
 from regard.run import Run
 from regard.text.codec import Codec, Example
@@ -136,9 +136,15 @@ def open_engine(
     threads: int | None = None,
 ) -> Engine:
     """The engine for a run or an ensemble; without `workers` as many as pay off. `auto` prefers the native engine."""
-    if engine == "native" or (engine == "auto" and not native.problem(runs, options)):
+    problem = "" if engine == "native" else native.problem(runs, options) if engine == "auto" else engine
+    if not problem:
         return native.NativeEngine(runs, options, workers or threads)
-    return _open_torch(runs, options, engine, scores, workers, threads)
+    try:
+        return _open_torch(runs, options, engine, scores, workers, threads)
+    except ModuleNotFoundError as error:
+        if not lacks_torch(error):
+            raise
+        raise UserError(f"engine {engine} {NO_TORCH}" if engine != "auto" else f"{problem}; this {NO_TORCH}") from None
 
 
 def _open_torch(

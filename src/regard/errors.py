@@ -32,6 +32,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(phrase in text for phrase in OUT_OF_MEMORY_PHRASES)
 
 
+NO_TORCH = "needs torch, which is not installed (pip install torch); the native engine decodes and scores without it"
+
+
+def lacks_torch(error: BaseException) -> bool:
+    """Whether an error means that torch is not installed."""
+    return isinstance(error, ModuleNotFoundError) and error.name == "torch"
+
+
 def missing_extra(what: str, package: str, extra: str) -> UserError:
     """The error for a missing package that belongs to an extra."""
     return UserError(f"{what} needs {package}, which is not installed; in your clone of regard:\n  {install(extra)}")

@@ -23,7 +23,7 @@ import typer.main
 from regard import __version__
 from regard.cli import READER
 from regard.cli.output import OutputClosed, out
-from regard.errors import UserError, is_out_of_memory
+from regard.errors import NO_TORCH, UserError, is_out_of_memory, lacks_torch
 from regard.suggest import closest, nearest, synonym
 
 # Verbs, each a module of this package, with the first sentence of their help.
@@ -154,6 +154,8 @@ def run() -> int:
             return _fail(f"{text}\n  more: {path} --help", 2)
         if isinstance(error, OSError) and error.filename is None and error.errno in DISK_ERRORS:
             return _fail(f"cannot write the output: {error.strerror}", 2)
+        if lacks_torch(error):
+            return _fail(f"this {NO_TORCH}", 2)
         if is_out_of_memory(error):
             lines = str(error).strip().splitlines()
             importing = isinstance(error, ImportError)

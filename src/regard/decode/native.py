@@ -31,7 +31,9 @@ def library() -> ModuleType:
     """The core of regard-native; a UserError if the package is missing or does not fit."""
     try:
         return import_module("regard_native.core")
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "regard_native":
+            raise
         raise UserError(f"engine: native needs the package regard-native: {INSTALL}") from None
     except Exception as error:  # a core of another version or for another machine
         raise UserError(f"engine: native: {error}") from None

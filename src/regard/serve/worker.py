@@ -32,7 +32,7 @@ from regard.answers import (
 from regard.decode.native import NativeEngine
 from regard.decode.request import CONSTRAINTS, ENGINES, EngineChoice, Options, Precision, Prompt, Request
 from regard.device import release_memory
-from regard.errors import UserError
+from regard.errors import NO_TORCH, UserError, lacks_torch
 from regard.parallel.children import Work
 from regard.parallel.messages import Channel
 from regard.run import CHAT_TEMPLATE, Run
@@ -111,6 +111,8 @@ class BatchAnswerer:
             if isinstance(error, UserError):  # without paths of this machine
                 message = str(error).replace(str(self.runs[batch.run].path), batch.run)
                 return [{"error": message, "status": 422}]
+            if lacks_torch(error):
+                return [{"error": f"this {NO_TORCH}", "status": 422}]
             traceback.print_exception(error)
             return [{"error": INTERNAL_ERROR, "status": 500}]
 
