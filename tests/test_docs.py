@@ -12,6 +12,7 @@ import importlib
 import re
 import shlex
 import shutil
+import sys
 import subprocess
 from contextlib import redirect_stdout
 from functools import partial
@@ -77,6 +78,8 @@ def fill_directory(toy: Path, path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "text", "output"), BLOCKS)
 def test_documentation_block_runs(kind, text, output, directory, monkeypatch):
+    if "native" in text:
+        pytest.importorskip("regard_native")
     monkeypatch.chdir(directory)
     run_block(kind, text, output)
 
@@ -123,6 +126,7 @@ def shell(line: str) -> CliResult:
     err = ""
     code = 0
     for stage in line.split(" | "):
+        stage = stage.replace("regard-native ", f"{sys.executable} -m regard_native ")
         words = shlex.split(stage)
         if words[0] == "regard":
             stage, _, file = stage.partition(" > ")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from regard.text.codec import Example as Example
     from regard.training.report import make_reporter as make_reporter
 
-__version__ = "0.16.1"
+__version__ = "0.17.0"
 
 _NAMES = {
     "api": ("LoadedRun", "load", "train"),
