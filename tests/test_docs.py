@@ -12,8 +12,8 @@ import importlib
 import re
 import shlex
 import shutil
-import sys
 import subprocess
+import sys
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
