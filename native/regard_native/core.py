@@ -251,8 +251,8 @@ def load_library(directory: Path) -> ctypes.CDLL:
     library.rn_search.argtypes = arguments
     library.rn_begin.argtypes = (*arguments, POINTER(c_void_p))
     library.rn_step.argtypes = (c_void_p, POINTER(_Step))
-    structures = (_Options, _Inputs, _Phrases, _Results, _Output, _Forced)
-    sizes = sum(ctypes.sizeof(structure) * 10**i for i, structure in enumerate(structures))
+    structures = (_Description, _Ensemble, _Options, _Inputs, _Phrases, _Results, _Output, _Forced, _Step)
+    sizes = sum(ctypes.sizeof(structure) * 5**i for i, structure in enumerate(structures))
     if library.rn_interface() != sizes:
         raise NativeError(f"{path} does not fit the Python package; {REPAIR}")
     return library
@@ -273,11 +273,12 @@ class Core:
     def __init__(
         self, numbers: Sequence[float], tensors: Sequence[np.ndarray], int8: bool = False, kernels: str | None = None
     ) -> None:
-        self._tensors = [np.ascontiguousarray(x, dtype=np.float32) for x in tensors]  # the core reads them in place
-        values = np.asarray(numbers, dtype=np.float64)
-        pointers = (c_void_p * len(tensors))(*(x.ctypes.data for x in self._tensors))
-        sizes = np.asarray([x.size for x in self._tensors], dtype=np.int64)
-        rows = np.asarray([x.shape[0] if x.ndim else 1 for x in self._tensors], dtype=np.int64)
+        self.int8 = int8
+        self.tensors = [np.ascontiguousarray(x, dtype=np.float32) for x in tensors]  # the core reads them in place
+        self.numbers = values = np.asarray(numbers, dtype=np.float64)
+        pointers = (c_void_p * len(tensors))(*(x.ctypes.data for x in self.tensors))
+        sizes = np.asarray([x.size for x in self.tensors], dtype=np.int64)
+        rows = np.asarray([x.shape[0] if x.ndim else 1 for x in self.tensors], dtype=np.int64)
         description = _Description(
             values.ctypes.data_as(POINTER(c_double)),
             len(values),

@@ -1,4 +1,10 @@
-// The C interface. No function throws; the caller owns what it gets and keeps the tensors of a model alive.
+// The C interface, which include/regard_native.h describes.
+#if defined(_WIN32)
+#define RN_API __declspec(dllexport)
+#else
+#define RN_API __attribute__((visibility("default")))
+#endif
+
 #include <cstring>
 #include <new>
 
@@ -8,12 +14,6 @@
 #include <cpuid.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
-#endif
-
-#if defined(_WIN32)
-#define EXPORT extern "C" __declspec(dllexport)
-#else
-#define EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
 #ifndef RN_VERSION
@@ -61,28 +61,24 @@ const Kernels* choose_kernels(const char* name) {
 
 }  // namespace
 
-// The version of the package. Python compares it with its own.
-EXPORT const char* rn_version() { return RN_VERSION; }
+const char* rn_version() { return RN_VERSION; }
 
-// The sizes of the interface, which Python compares with its own.
-EXPORT int32_t rn_interface() {
-  const size_t sizes[] = {sizeof(Options), sizeof(Inputs), sizeof(Phrases), sizeof(Results), sizeof(Output), sizeof(Forced)};
+int32_t rn_interface() {
+  const size_t sizes[] = {sizeof(Description), sizeof(Ensemble), sizeof(Options), sizeof(Inputs), sizeof(Phrases),
+                          sizeof(Results),     sizeof(Output),   sizeof(Forced),  sizeof(Step)};
   int32_t sum = 0, factor = 1;
-  for (const size_t size : sizes) sum += int32_t(size) * factor, factor *= 10;
+  for (const size_t size : sizes) sum += int32_t(size) * factor, factor *= 5;
   return sum;
 }
 
-// The size of a score in bytes: that of float, or of double in a build for tests.
-EXPORT int32_t rn_score_size() { return int32_t(sizeof(real)); }
+int32_t rn_score_size() { return int32_t(sizeof(real)); }
 
-// The name of the kernels for this machine, or null if those with `name` do not run here.
-EXPORT const char* rn_kernels(const char* name) {
+const char* rn_kernels(const char* name) {
   const Kernels* kernels = choose_kernels(name);
   return kernels ? kernels->name : nullptr;
 }
 
-// A packed model, or null and what is wrong.
-EXPORT Model* rn_model(const Description* description, int32_t int8, const char* kernels, const char** problem) {
+Model* rn_model(const Description* description, int32_t int8, const char* kernels, const char** problem) {
   const Kernels* chosen = choose_kernels(kernels);
   *problem = "these kernels do not run on this machine";
   if (!chosen) return nullptr;
@@ -95,27 +91,31 @@ EXPORT Model* rn_model(const Description* description, int32_t int8, const char*
   return nullptr;
 }
 
-EXPORT void rn_free_model(Model* model) { delete model; }
+void rn_free_model(Model* model) { delete model; }
 
-// The memory of one thread for searches with one model.
-EXPORT Workspace* rn_workspace() { return new (std::nothrow) Workspace(); }
+Workspace* rn_workspace() { return new (std::nothrow) Workspace(); }
 
-EXPORT void rn_free_workspace(Workspace* workspace) { delete workspace; }
+void rn_free_workspace(Workspace* workspace) { delete workspace; }
 
-// Results are valid until the next call with the first workspace of the ensemble.
-EXPORT int32_t rn_search(const Ensemble* ensemble, const Options* options, const Inputs* inputs, Results* results) {
-  return search(*ensemble, *options, *inputs, results);
+Options rn_default_options() {
+  Options options = {};
+  options.beam = options.keep = 1;
+  options.sentences = 32;
+  options.length_penalty = options.repetition_penalty = options.temperature = options.top_p = 1;
+  return options;
 }
 
-// A search in steps, one token of each hypothesis at a time. Its arguments must remain until its end.
-EXPORT int32_t rn_begin(const Ensemble* ensemble, const Options* options, const Inputs* inputs, Results* results,
+int32_t rn_search(const Ensemble* ensemble, const Options* options, const RnInputs* inputs, Results* results) {
+  return search(*ensemble, *options, Inputs(*inputs), results);
+}
+
+int32_t rn_begin(const Ensemble* ensemble, const Options* options, const RnInputs* inputs, Results* results,
                         Search** search) {
-  return begin(*ensemble, *options, *inputs, results, search);
+  return begin(*ensemble, *options, Inputs(*inputs), results, search);
 }
 
-EXPORT int32_t rn_step(Search* search, Step* step) { return advance(search, step); }
+int32_t rn_step(Search* search, Step* step) { return advance(search, step); }
 
-// Score given outputs; fills the arrays of `forced`.
-EXPORT int32_t rn_score(const Ensemble* ensemble, const Inputs* inputs, const Forced* forced, const char** problem) {
-  return score(*ensemble, *inputs, *forced, problem);
+int32_t rn_score(const Ensemble* ensemble, const RnInputs* inputs, const Forced* forced, const char** problem) {
+  return score(*ensemble, Inputs(*inputs), *forced, problem);
 }

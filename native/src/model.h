@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 
+#include "../include/regard_native.h"
 #include "kernels.h"
 
 namespace rn {
@@ -124,15 +125,7 @@ struct Model {
   const Kernels* kernels = nullptr;
 };
 
-// What describes a model: numbers in the order in which `read_model` reads them, and tensors with their sizes.
-struct Description {
-  const double* numbers;
-  size_t count;
-  const float* const* tensors;
-  const int64_t* sizes;
-  const int64_t* rows;  // the first dimension of each tensor
-  size_t tensor_count;
-};
+using Description = RnDescription;
 
 // Read and pack a model -> null, or what is wrong with the description.
 const char* read_model(const Description& description, bool int8, const Kernels* kernels, Model* model);

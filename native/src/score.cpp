@@ -209,7 +209,7 @@ class Scoring {
         forced_(forced) {}
 
   Status run() {
-    if (!reserve()) return OUT_OF_MEMORY;
+    if (!reserve()) return RN_OUT_OF_MEMORY;
     for (int h = 0; h < forced_.head_count; h++)
       watched_[h] = {&model_.decoder.layer[forced_.heads[2 * h]].cross, forced_.heads[2 * h + 1]};
     readers_[0].space.watched = watched_;
@@ -220,12 +220,12 @@ class Scoring {
       end = batch_end(first);
       const int tokens = int(inputs_.prefix_end[end - 1]) - int(done);
       for (int m = 0; m < ensemble_.count; m++) states_[m] = readers_[m].read(first, end, m ? nullptr : alignment);
-      if (!predict_tokens(done, tokens)) return NOT_NUMBERS;
+      if (!predict_tokens(done, tokens)) return RN_NOT_NUMBERS;
       done += size_t(tokens);
       for (int i = first; alignment && i < end; i++)
         alignment += size_t(inputs_.prefix_length(i)) * inputs_.source_length(i);
     }
-    return DONE;
+    return RN_DONE;
   }
 
  private:
@@ -327,9 +327,9 @@ const char* problem_of_request(const Model& model, const Forced& forced) {
 }  // namespace
 
 Status score(const Ensemble& ensemble, const Inputs& inputs, const Forced& forced, const char** problem) {
-  *problem = problem_of(ensemble, Options(), inputs, 0);
+  *problem = problem_of(ensemble, rn_default_options(), inputs, 0);
   if (!*problem) *problem = problem_of_request(*ensemble.models[0], forced);
-  if (*problem) return INVALID;
+  if (*problem) return RN_INVALID;
   ensemble.spaces[0]->memory.reset();
   return Scoring(ensemble, inputs, forced).run();
 }

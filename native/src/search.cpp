@@ -42,7 +42,7 @@ class Search {
  public:
   Search(const Ensemble& ensemble, const Options& options, const Inputs& inputs, Results* results)
       : ensemble_(ensemble), model_(*ensemble.models[0]), options_(options), inputs_(inputs),
-        arena_(&ensemble.spaces[0]->memory), results_(results), rules_(model_, options, inputs) {}
+        arena_(&ensemble.spaces[0]->memory), results_(results), rules_(model_, options, inputs_) {}
 
   // Sentences that can be decoded at the same time.
   int slots() {
@@ -75,10 +75,10 @@ class Search {
   }
 
   Status step() {
-    if (options_.cancelled && options_.cancelled()) return CANCELLED;
+    if (options_.cancelled && options_.cancelled()) return RN_CANCELLED;
     if (next_ < inputs_.count) admit();
     const int rows = extend();
-    if (!rows) return DONE;
+    if (!rows) return RN_DONE;
     for (int m = 0; m < ensemble_.count; m++) predict_with(m, rows);
     for (int s = 0, row = 0; s < slots_; s++) {
       Sentence& sentence = sentences_[s];
@@ -87,17 +87,18 @@ class Search {
       row += sentence.alive;
       for (int w = 0; w < sentence.alive; w++) {
         real* logp = first + size_t(w) * vocab_stride_;
-        if (!model_.kernels->log_softmax(logp, model_.target_vocab)) return NOT_NUMBERS;
+        if (!model_.kernels->log_softmax(logp, model_.target_vocab)) return RN_NOT_NUMBERS;
         for (int i = 0; i < options_.blocked_count; i++) logp[options_.blocked[i]] = LOWEST;
       }
       if (options_.top_tokens) top_count_ = model_.kernels->top(first, model_.target_vocab, options_.top_tokens, top_);
       advance(&sentence, first);
     }
-    return RUNNING;
+    return RN_RUNNING;
   }
 
   void describe(Step* step) {
     *step = Step();
+    step->token = -1;
     while (step->top_count < top_count_ && top_[step->top_count].value > LOWEST) step->top_count++;
     for (int i = 0; i < step->top_count; i++) {
       top_tokens_[i] = top_[i].token;
@@ -506,7 +507,7 @@ class Search {
   const Ensemble& ensemble_;
   const Model& model_;  // the first one
   const Options& options_;
-  const Inputs& inputs_;
+  const Inputs inputs_;
   Arena* arena_;
   Results* results_;
   Rules rules_;
@@ -532,25 +533,25 @@ class Search {
 Status begin(const Ensemble& ensemble, const Options& options, const Inputs& inputs, Results* results,
              Search** search) {
   results->problem = problem_of(ensemble, options, inputs, 1);
-  if (results->problem) return INVALID;
+  if (results->problem) return RN_INVALID;
   Arena& arena = ensemble.spaces[0]->memory;
   arena.reset();
   void* place = arena.take<Search>(1);
-  if (!place) return OUT_OF_MEMORY;
+  if (!place) return RN_OUT_OF_MEMORY;
   *search = new (place) Search(ensemble, options, inputs, results);
-  return (*search)->reserve() ? RUNNING : OUT_OF_MEMORY;
+  return (*search)->reserve() ? RN_RUNNING : RN_OUT_OF_MEMORY;
 }
 
 Status advance(Search* search, Step* step) {
   const Status status = search->step();
-  if (status == RUNNING) search->describe(step);
+  if (status == RN_RUNNING) search->describe(step);
   return status;
 }
 
 Status search(const Ensemble& ensemble, const Options& options, const Inputs& inputs, Results* results) {
   Search* search = nullptr;
   Status status = begin(ensemble, options, inputs, results, &search);
-  while (status == RUNNING) status = search->step();
+  while (status == RN_RUNNING) status = search->step();
   return status;
 }
 
