@@ -1,4 +1,4 @@
-"""The command line: `regard-native generate RUN [FILE]` and `regard-native score RUN [PAIRS]`."""
+"""The command line: `regard-native generate RUN [FILE]`, `score RUN [PAIRS]` and `pack RUN OUT`."""
 
 from __future__ import annotations
 
@@ -85,6 +85,14 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_arguments(score, "PAIRS", "sources and targets, separated by tabs", [options["max_source"]])
     score.set_defaults(command=_score)
+    pack = verbs.add_parser(
+        "pack", help="write a run as one file for C programs", allow_abbrev=False,
+        description="Write a run as one file for C programs: the checked model, its limits and its vocabularies.",
+    )  # fmt: skip
+    pack.add_argument("run", metavar="RUN", help="a run directory")
+    pack.add_argument("file", metavar="OUT", help="the new file")
+    _add_precision(pack)
+    pack.set_defaults(command=_pack, known=["precision"])
     return parser
 
 
@@ -104,9 +112,13 @@ def _add_arguments(parser: argparse.ArgumentParser, file: str, text: str, option
             _flag(each.name), type=types[kind],
             default=argparse.SUPPRESS, help=words, metavar=each.metadata["metavar"] or kind.upper(),
         )  # fmt: skip
-    parser.add_argument("--precision", default="fp32", help="fp32 (default), or int8: faster, less exact.")
+    _add_precision(parser)
     parser.add_argument("--json", action="store_true", help="Print one JSON object per line.")
     parser.set_defaults(known=[*(each.name for each in options), "precision", "json"])
+
+
+def _add_precision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--precision", default="fp32", help="fp32 (default), or int8: faster, less exact.")
 
 
 def _heads(text: str) -> list[tuple[int, int]]:
@@ -253,6 +265,16 @@ def _score(arguments: argparse.Namespace) -> Iterator[list[str]]:
                 answer = {"line": line.number, "source": pair[0], "target": pair[1], **scored.as_dict()}
                 shown.append(json.dumps(answer, ensure_ascii=False))
         yield shown
+
+
+def _pack(arguments: argparse.Namespace) -> Iterator[list[str]]:
+    """Write the file of `regard-native pack`; it replaces an older one when it is complete."""
+    parts = load(arguments.run, precision=arguments.precision).packed()
+    unfinished = f"{arguments.file}.unfinished"
+    with open(unfinished, "wb") as file:
+        file.writelines(parts)
+    os.replace(unfinished, arguments.file)
+    return iter(())
 
 
 def _pair(run: Run, line: Line) -> Pair | Line:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal, localcontext
 from typing import Any
 
@@ -19,6 +19,8 @@ SCORES = {"scaled_dot": 0, "dot": 0, "general": 1, "cosine": 2, "additive": 3, "
 FAR = 128  # distance from which on buckets are constant
 BUCKETS = 32
 FLOATS = ("float16", "float32", "float64")
+MAGIC = b"regardrn"  # of a packed file
+FILE_VERSION = 1
 
 
 class Description:
@@ -229,6 +231,35 @@ class Description:
 
     def _rates(self, rates: Sequence[float]) -> None:
         self.numbers += [len(rates), *rates]
+
+
+def packed(
+    header: Sequence[int],
+    numbers: np.ndarray,
+    tensors: Sequence[np.ndarray],
+    ids: Sequence[Sequence[int]],
+    vocabularies: Sequence[Sequence[bytes]],
+) -> Iterator[bytes]:
+    """The parts of a file for C programs; docs/native.md describes it."""
+    counts = [len(numbers), len(tensors), *map(len, ids)]
+    for texts in vocabularies:
+        counts += [len(texts), sum(map(len, texts))]
+    yield MAGIC + _little([FILE_VERSION, *header, *counts], "<i4")
+    yield _little(numbers, "<f8")
+    yield _little([tensor.size for tensor in tensors], "<i8")
+    yield _little([tensor.shape[0] if tensor.ndim else 1 for tensor in tensors], "<i8")
+    for tensor in tensors:
+        yield _little(tensor, "<f4")
+    for row in ids:
+        yield _little(row, "<i4")
+    for texts in vocabularies:
+        yield _little(np.cumsum([len(text) for text in texts]), "<i4")
+    for texts in vocabularies:
+        yield b"".join(texts)
+
+
+def _little(values: Any, kind: str) -> bytes:
+    return np.asarray(values, dtype=kind).tobytes()
 
 
 def _power(base: float, numerator: int, denominator: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +28,8 @@ from regard_native.hypothesis import (
     unknown_flags,
 )
 from regard_native.options import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, Options
-from regard_native.pack import Description
-from regard_native.text import Codec, read_text
+from regard_native.pack import Description, packed
+from regard_native.text import KINDS, Codec, read_text
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -37,6 +37,7 @@ HEADS = "alignment.json"
 STATISTICS = "statistics.json"
 READ = (CONFIG, WEIGHTS, HEADS, STATISTICS, "tokenizer.json", "source.tokenizer.json", "target.tokenizer.json")
 MAX_CHARACTERS = 1_000_000  # of a source; a longer one always has too many tokens
+PACKED_SCHEMES = (*KINDS, "foreign")  # by the number in a packed file
 UNBOUNDED = 10**9  # positions of a model without a position table
 
 Input = str | tuple[str, str]  # a text, or a text and its features
@@ -148,6 +149,24 @@ class Run:
                 row = tuple(next(scores))
                 results[i] = replace(scored, score=sum(row), token_scores=row)
         return results
+
+    def packed(self) -> Iterator[bytes]:
+        """The run as the parts of one file for C programs; docs/native.md describes it."""
+        if self.codec.takes_features:
+            raise NativeError(f"{self.path}: its inputs have features, which a packed file cannot describe")
+        sides = self.codec.target if self.continues else self.codec.source, self.codec.target
+        usual = self._usual_length
+        positions = self._max_target
+        if not self.continues:
+            positions = min(positions, usual or UNBOUNDED)
+        ratio, extra = (0, usual or CONTINUATION_LENGTH) if self.continues else (LENGTH_RATIO, LENGTH_EXTRA)
+        header = [
+            self._core.int8, self.continues, *(PACKED_SCHEMES.index(side.kind) for side in sides),
+            *(side.unk for side in sides), self.codec.eos, positions, ratio, extra,
+        ]  # fmt: skip
+        after = [] if self.continues else self.codec.after
+        ids = self.codec.before, after, self._blocked_and_unk
+        return packed(header, self._core.numbers, self._core.tensors, ids, [side.texts() for side in sides])
 
     def _pair_flags(self, features: str | None, source: int, target: int, most: int) -> dict[str, str]:
         """Flags of a pair that cannot be scored, from its lengths; the end token of the target is not counted."""

@@ -117,6 +117,12 @@ class Tokenizer:
             return NAMES[index]
         return self.tokens[index] if self._bytes is None else self._bytes[index].decode("utf-8", "backslashreplace")
 
+    def texts(self) -> list[bytes]:
+        """The text of every token for other programs: none of special tokens, `⁇` of the unknown one."""
+        texts = self._bytes or [token.encode("utf-8", "replace") for token in self.tokens]
+        named = {**dict.fromkeys(self.special, b""), self.unk: UNKNOWN.encode()}
+        return [named.get(index, text) for index, text in enumerate(texts)]
+
     @cached_property
     def combining(self) -> tuple[int, ...]:
         """Tokens that can change the character before them: diacritics, and later parts of Hangul syllables."""
@@ -141,6 +147,7 @@ class ForeignTokenizer(Tokenizer):
     def __init__(self, text: str, ids: Mapping[str, int | None], size: int | None) -> None:
         state = checked_state(text)
         self.kind = "foreign"
+        self._bytes = None
         self.unk = int(ids["unk"] or 0)
         self._named = {index for name, index in ids.items() if name != "unk"}
         own = {index for index in ids.values() if index is not None}

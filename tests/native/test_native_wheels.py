@@ -67,7 +67,7 @@ def test_wheel_of_a_platform(platform, tag, library, tmp_path, monkeypatch):
         code = archive.read(f"regard_native/{library}")
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {Path(name).name for name in names if name.startswith("regard_native/")} == {
-        library, *(path.name for path in (ROOT / "native" / "regard_native").glob("*.py"))
+        library, "regard_native.h", *(path.name for path in (ROOT / "native" / "regard_native").glob("*.py"))
     }  # fmt: skip
     if "linux" in platform:
         assert max(int(minor) for minor in re.findall(rb"GLIBC_2\.([0-9]+)", code)) <= 17
@@ -92,7 +92,7 @@ def test_source_distribution_has_what_the_build_needs(tmp_path):
         names = {member.name.partition("/")[2] for member in tar if member.isfile()}
         assert tar.extractfile(f"{archive.name[:-7]}/LICENSE").read() == (ROOT / "LICENSE").read_bytes()
     files = ["CMakeLists.txt", "LICENSE", "README.md", "build_backend.py", "pyproject.toml", "PKG-INFO"]
-    for pattern in ("src/*.cpp", "src/*.h", "regard_native/*.py"):
+    for pattern in ("src/*.cpp", "src/*.h", "include/*.h", "examples/*.c", "regard_native/*.py"):
         files += [path.relative_to(SCRIPT.parent).as_posix() for path in SCRIPT.parent.glob(pattern)]
     assert names == set(files)
 
