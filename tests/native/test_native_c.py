@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.models import letters
+from kit.models import family, letters
 
 regard_native = pytest.importorskip("regard_native")
 
@@ -37,7 +37,7 @@ def program(tmp_path_factory) -> Path:
 
 
 def pack(run: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import sys; from regard_native.cli import main; sys.exit(main())", "pack"]
+    command = [sys.executable, "-m", "regard_native", "pack"]
     return subprocess.run([*command, run, out, *options], capture_output=True, text=True)
 
 
@@ -88,6 +88,13 @@ def test_program_refuses_damaged_files(program, tmp_path):
         path.write_bytes(data)
         result = answer(program, path, "abc\n")
         assert result.returncode in (0, 2), result
+
+
+def test_program_refuses_a_language_model(program, tmp_path):
+    family("lm").save(tmp_path / "run")
+    assert pack(tmp_path / "run", tmp_path / "packed").returncode == 0
+    result = answer(program, tmp_path / "packed", "abc\n")
+    assert result.returncode == 2 and "does not read language models" in result.stderr
 
 
 def test_run_with_features_is_not_packed(tmp_path):
