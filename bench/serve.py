@@ -1,6 +1,6 @@
 """The server under load: throughput compared with simple wrappers, overload, long runs, stalled clients, and SIGTERM.
 
-    python bench/serve.py compare RUN --lines FILE     a FastAPI wrapper around CTranslate2, 1, 8 and 64 clients
+    python bench/serve.py compare RUN --lines FILE     native, CTranslate2, and wrappers around it: 1, 8, 64 clients
     python bench/serve.py fairness RUN --lines FILE    single lines, with and without concurrent requests of 1,000 lines
     python bench/serve.py overload RUN --lines FILE    1,000 connections, ten times the capacity
     python bench/serve.py soak RUN --lines FILE        100,000 requests
@@ -82,14 +82,20 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def compare(options: argparse.Namespace, lines: list[str]) -> None:
-    """Throughput and latency compared with wrappers. Servers take turns; each ratio is taken within a round."""
-    ports = {name: free_port() for name in (OURS, "wrapper", "one at a time")}
-    ours = regard(options.runs, ports[OURS], "--engine", "ctranslate2", "--precision", "int8", "--beam", options.beam)
+    """Throughput and latency of the native engine, compared with CTranslate2 in our server and in wrappers.
+
+    Servers take turns; each ratio is taken within a round.
+    """
+    ports = {name: free_port() for name in (OURS, "ctranslate2", "wrapper", "one at a time")}
+    settings = "--precision", "int8", "--beam", options.beam
+    ours = regard(options.runs, ports[OURS], "--engine", "native", *settings)
+    other = regard(options.runs, ports["ctranslate2"], "--engine", "ctranslate2", *settings)
     wrapper = [sys.executable, str(FOLDER / "serve_wrapper.py"), options.runs[0], str(options.beam)]
     names = list(ports)
     results = {}
     with (
         process(ours, ports[OURS]),
+        process(other, ports["ctranslate2"]),
         process([*wrapper, str(ports["wrapper"]), "plain"], ports["wrapper"], "/openapi.json"),
         process([*wrapper, str(ports["one at a time"]), "locked"], ports["one at a time"], "/openapi.json"),
     ):
