@@ -179,8 +179,8 @@ def test_failed_writes_leave_no_files_and_keep_the_previous_checkpoint(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("regard.run.save_file", full)  # writes checkpoints
-    monkeypatch.setattr("regard.run.save", full)  # writes weights
+    monkeypatch.setattr("regard.weight_files.save_file", full)  # writes checkpoints
+    monkeypatch.setattr("regard.weight_files.save", full)  # writes weights
     for write in (
         lambda: checkpoints.save(Progress(step=2), {"model": WEIGHTS}),
         lambda: checkpoints.keep(2, WEIGHTS),

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint.filesystem as dcp_files
 from test_resume import result
 
 import regard.parallel.ranks
-import regard.run
+import regard.weight_files
 from kit.backwards import MakeRecipe
 from regard.errors import UserError
 from regard.recipe import Recipe
@@ -30,7 +30,7 @@ from regard.training.fit import fit
 from regard.training.report import Reporter
 
 OPERATIONS: dict[str, list[tuple[Any, str]]] = {
-    "write": [(regard.run, "save_file"), (dcp_files.FileSystem, "create_stream")],  # DDP and FSDP
+    "write": [(regard.weight_files, "save_file"), (dcp_files.FileSystem, "create_stream")],  # DDP and FSDP
     "fsync": [(os, "fsync")],
     "rename": [(os, "rename")],
 }
