@@ -77,6 +77,8 @@ class Run:
         if not all(type(index) is int for index in self._suppressed):
             raise NativeError("generation.suppressed: must be a list of token ids")
         self._usual_length: int | None = generation.get("max_length")
+        if self._usual_length is not None and (type(self._usual_length) is not int or self._usual_length < 1):
+            raise NativeError("generation.max_length: must be a number of tokens, at least 1")
         encoder, decoder = (_positions(model[name]) for name in ("encoder", "decoder"))
         self._max_source, self._max_target = (decoder - 1, decoder) if self.continues else (encoder - 1, decoder - 1)
         statistics = read_json(path / STATISTICS) if (path / STATISTICS).is_file() else {}

@@ -203,5 +203,14 @@ def test_shapes_names_and_types_of_weights_must_fit(run: Path) -> None:
             load(run)
 
 
+@pytest.mark.parametrize("value", ["x", 0, True, 1.5])
+def test_default_length_must_be_a_number_of_tokens(run: Path, value: Any) -> None:
+    config = json.loads((run / "config.json").read_text())
+    config["generation"]["max_length"] = value
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NativeError, match=r"generation\.max_length: must be a number of tokens"):
+        load(run)
+
+
 def test_memory_error_is_both_kinds() -> None:
     assert issubclass(OutOfMemory, NativeError) and issubclass(OutOfMemory, MemoryError)
