@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import regard
 from regard.serve.settings import ServeSettings
 
 ROOT = Path(__file__).parent.parent.parent
+LEFT_OUT = {"torch", "huggingface-hub"}  # of the packages in deploy/native.lock
 
 
 def run(*command: object) -> str:
@@ -69,12 +71,13 @@ def test_kubernetes_image_has_the_version_of_the_package():
 
 def test_server_does_not_run_as_root_and_writes_only_to_tmp():
     lines = (ROOT / "Containerfile").read_text().splitlines()
-    assert [line for line in lines if line.startswith("USER ")] == ["USER 10001"]
+    assert [line for line in lines if line.startswith("USER ")] == ["USER 65532"]
     assert any(line.startswith("HEALTHCHECK ") for line in lines)
     yaml = pytest.importorskip("yaml")
     deployment = list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))[1]
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsUser"] == 65532
     assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
     assert [x["mountPath"] for x in container["volumeMounts"] if not x.get("readOnly")] == ["/tmp"]
     unit = (ROOT / "deploy/regard.service").read_text()
@@ -83,14 +86,13 @@ def test_server_does_not_run_as_root_and_writes_only_to_tmp():
 
 @pytest.mark.parametrize("name", ["Containerfile", "deploy/regard.service", "deploy/kubernetes.yaml"])
 def test_options_in_the_examples_exist(name):
-    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
-    lines = [line for line in lines if "pip install" not in line and "useradd" not in line and "index" not in line]
-    options = set(re.findall(r"(?<![\w-])--(host|port|public|keys|workers|drain|[a-z]+)\b", "\n".join(lines)))
-    others = {"from", "interval", "timeout", "start"}  # options of other programs
-    assert options - others <= {field.replace("_", "-") for field in ServeSettings.model_fields}
+    (line,) = re.findall(r"(?m)^ *(?:ENTRYPOINT |ExecStart=|args: ).*", (ROOT / name).read_text())
+    options = set(re.findall(r"--([a-z-]+)", line))
+    assert options
+    assert options <= {field.replace("_", "-") for field in ServeSettings.model_fields}
 
 
-def closure(requirements: list[str]) -> set[str]:
+def closure(requirements: list[str], without: Collection[str] = ()) -> set[str]:
     """Names of all packages that these requirements need in this environment, directly or through others."""
     names: set[str] = set()
     visited: set[tuple[str, str]] = set()
@@ -98,6 +100,8 @@ def closure(requirements: list[str]) -> set[str]:
     while pending:
         requirement = pending.pop()
         name = canonicalize_name(requirement.name)
+        if name in without:
+            continue
         names.add(name)
         for extra in ["", *requirement.extras]:
             if (name, extra) in visited:
@@ -131,12 +135,41 @@ def test_constraints_pin_every_package_of_every_extra():
     assert packages - set(pins("constraints.txt")) == set()
 
 
-def test_lock_file_has_every_package_of_the_server_with_a_hash():
-    locked = pins("deploy/requirements.lock")
-    assert closure(requirements_of("serve", "ctranslate2")) - set(locked) == set()
+@pytest.mark.parametrize(
+    "name, extras, without", [("requirements", ["serve", "ctranslate2"], ()), ("native", ["serve"], LEFT_OUT)]
+)
+def test_lock_file_has_every_package_of_the_server_with_a_hash(name, extras, without):
+    locked = pins(f"deploy/{name}.lock")
+    packages = closure(requirements_of(*extras), without)
+    assert packages <= set(locked)
     constraints = pins("constraints.txt")
     assert {name: version for name, version in locked.items() if constraints.get(name, version) != version} == {}
-    text = (ROOT / "deploy/requirements.lock").read_text()
+    text = (ROOT / f"deploy/{name}.lock").read_text()
     assert len(re.findall(r"(?m)^[a-z][^\n]*== *\S+ \\\n    --hash=sha256:[0-9a-f]{64}( |$)", text)) == len(locked)
-    assert re.search(r"torch==\S+\+cpu ", text)
-    assert "--require-hashes" in (ROOT / "Containerfile").read_text()
+    assert re.findall(r"torch==\S+", text) == ([] if without else [f"torch=={locked['torch']}+cpu"])
+
+
+def test_lock_files_have_the_same_packages():
+    native, full = ((ROOT / f"deploy/{name}.lock").read_text() for name in ("native", "requirements"))
+    entries = re.findall(r"(?m)^[a-z].*(?:\n +--hash=.*)+", native)
+    assert len(entries) == len(pins("deploy/native.lock"))
+    assert all(entry + "\n" in full for entry in entries)
+
+
+def test_image_has_packages_with_hashes_and_no_build_tools():
+    text = (ROOT / "Containerfile").read_text()
+    assert "ARG LOCK=native.lock" in text and "--require-hashes" in text
+    (names,) = re.findall(r"uninstall --yes \\\n +(.*) \\\n", text)
+    used = closure(requirements_of("serve", "ctranslate2"))  # with torch
+    assert set(pins("deploy/native.lock")) - used == set(names.split())
+
+
+def test_server_needs_no_package_that_its_image_leaves_out():
+    program = """
+import sys
+sys.modules |= dict.fromkeys(("torch", "huggingface_hub"))
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+import regard.cli.app, regard.serve.server, regard.serve.worker, regard_native, tokenizers
+"""
+    run(sys.executable, "-c", program)
