@@ -21,8 +21,6 @@ using namespace rn;
 
 namespace {
 
-constexpr real LOWEST = real(-INFINITY);
-
 // Products -----------------------------------------------------------------------------------------------------------
 
 // Rows of inputs and outputs; `scale` belongs to rows of int8.
@@ -189,8 +187,9 @@ template <int ROWS, int PANELS, typename X>
 inline void multiply_rows(const Matrix& m, int panel, int end, Rows<X> rows, int count) {
   for (; count >= ROWS; count -= ROWS) {
     multiply_panels<ROWS, PANELS>(m, panel, end, rows);
-    rows = {rows.x + ROWS * rows.x_stride, rows.x_stride, rows.scale + ROWS, rows.y + ROWS * rows.y_stride,
-            rows.y_stride};
+    rows.x += ROWS * rows.x_stride;
+    rows.y += ROWS * rows.y_stride;
+    if (rows.scale) rows.scale += ROWS;
   }
   if constexpr (ROWS > 1) {
     if (count) multiply_rows<ROWS - 1, PANELS>(m, panel, end, rows, count);
@@ -232,7 +231,8 @@ inline void round_lanes(const Vector& v, int8_t* out) {
   constexpr real SHIFTER = sizeof(real) == 4 ? real(12582912.0) : real(6755399441055744.0);
   const Vector sums = v + splat(SHIFTER + SHIFT);
 #if defined(__AVX512F__) && !defined(RN_DOUBLE)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_maskz_cvtepi32_epi8(0xFFFF, _mm512_castps_si512(__m512(sums.part[0]))));
+  const __m512i bits = _mm512_castps_si512(__m512(sums.part[0]));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_maskz_cvtepi32_epi8(0xFFFF, bits));
 #else
   whole bits[LANES];
   memcpy(bits, &sums, sizeof bits);
@@ -523,9 +523,9 @@ void lstm(const real* input, const real* hidden, int width, int stride, real* st
     Vector forget = sigmoid(load(input + stride + i) + load(hidden + stride + i));
     Vector fresh = tanh(load(input + 2 * stride + i) + load(hidden + 2 * stride + i));
     Vector out = sigmoid(load(input + 3 * stride + i) + load(hidden + 3 * stride + i));
-    Vector kept = forget * load(cell + i) + in * fresh;
-    store(cell + i, kept);
-    store(state + i, out * tanh(kept));
+    Vector memory = forget * load(cell + i) + in * fresh;
+    store(cell + i, memory);
+    store(state + i, out * tanh(memory));
   }
 }
 

@@ -1,8 +1,9 @@
-// The functions that take the time, compiled once for each instruction set. All compute the same bits.
+// The hot functions, compiled once for each instruction set. All compute the same bits.
 //
 // Functions in headers are static: the linker must not choose one that was compiled for another machine.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -15,6 +16,7 @@ typedef float real;
 namespace rn {
 
 constexpr int LANE_COUNT = 16;
+constexpr real LOWEST = real(-INFINITY);
 
 static inline int padded(int count) { return (count + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT; }
 

@@ -10,8 +10,6 @@ namespace rn {
 
 namespace {
 
-constexpr real LOWEST = real(-INFINITY);
-
 int larger_of(int a, int b) { return a > b ? a : b; }
 
 // Products of several matrices with the same rows, which are quantised once.
@@ -209,7 +207,7 @@ void attend_path(const Model& model, const Stack& stack, int layer, const Positi
   }
 }
 
-// x + f(norm(x)), or norm(x + f(x)): `begin` gives what f reads, `end` adds what it returns.
+// x + f(norm(x)), or norm(x + f(x)): `begin` returns the input of f, `end` adds its output.
 const real* begin_residual(const Model& model, const Stack& stack, const Norm& norm, int rows, Activations* space) {
   if (!stack.pre_norm) return space->x;
   normalize(model, stack, norm, space->x, rows, space->normed);
@@ -444,7 +442,8 @@ void project_source(const Model& model, const real* states, Encoded* encoded, Ac
   for (size_t i = 0; i < stack.node_size; i++) encoded->initial[i] = 0;
   const int finals = model.encoder.recurrent() ? model.encoder.layers : 1;
   for (int i = 0; i < stack.layers; i++) {
-    const real* last = model.encoder.recurrent() ? space->finals + size_t(i < finals ? i : finals - 1) * stride : states;
+    const int layer = i < finals ? i : finals - 1;
+    const real* last = model.encoder.recurrent() ? space->finals + size_t(layer) * stride : states;
     real* state = encoded->initial + size_t(i) * stack.states() * stride;
     Input(model, last, stride, 1, stack.width, space).multiply(stack.bridge[i], state, stride);
     model.kernels->activate(TANH, nullptr, state, size_t(stride));

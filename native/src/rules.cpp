@@ -7,6 +7,10 @@
 
 namespace rn {
 
+// Places in the order of values that are sorted at first, and how many times as many when these do not suffice.
+constexpr int FIRST_PLACES = 64;
+constexpr int MORE_PLACES = 16;
+
 bool Rules::reserve(int limit, Arena* arena) {
   const size_t vocab = size_t(vocab_);
   past_ = arena->take<int>(size_t(limit) + 1);
@@ -31,8 +35,9 @@ void Rules::apply(int input, int t, const Progress& progress, real* value) {
   progress_ = progress;
   end_score_ = value[eos_];
   scores_ = value;
-  const bool within = t >= inputs_.minimum(input) && t < inputs_.limits[input];
-  if (within && !needs_past(t) && !phrases_ && (!inputs_.prefix_length(input) || t > inputs_.prefix_length(input))) return;
+  const int prefix = inputs_.prefix_length(input);
+  const bool within = t >= inputs_.minimum(input) && t < inputs_.limits[input] && (!prefix || t > prefix);
+  if (within && !needs_past(t) && !phrases_) return;
   memcpy(saved_, value, sizeof(real) * size_t(vocab_));
   scores_ = saved_;
   if (needs_past(t)) repeat_rules(value, t);
@@ -186,33 +191,70 @@ Progress Rules::follow(int token) const {
   return next;
 }
 
+// The weight of the token at a place in the order of values. Most draws need few places, so few are sorted.
+double Rules::weight(const real* value, int place) {
+  if (place < sorted_) return weights_[place];
+  const int before = sorted_;
+  if (!before) {
+    sorted_ = kernels_->top(value, vocab_, std::min(FIRST_PLACES, vocab_), order_);
+  } else {
+    sorted_ = std::min(MORE_PLACES * before, vocab_);
+    for (int i = 0; i < vocab_; i++) order_[i] = {value[i], i};
+    const auto precedes = [](const Candidate& a, const Candidate& b) {
+      return a.value != b.value ? a.value > b.value : a.token < b.token;
+    };
+    std::nth_element(order_, order_ + sorted_ - 1, order_ + vocab_, precedes);
+    std::sort(order_, order_ + sorted_, precedes);
+  }
+  for (int i = before; i < sorted_; i++) weights_[i] = exponential(exponent(order_[i].value));
+  return weights_[place];
+}
+
+// The logarithm of the weight of a token, relative to that of the most probable one.
+double Rules::exponent(real value) const {
+  const double temperature = options_.temperature > 1e-30 ? options_.temperature : 1e-30;
+  return (double(value) - double(order_[0].value)) / temperature;
+}
+
+double Rules::total_weight(const real* value) const {
+  constexpr int COUNT = 8;
+  double total = 0;
+  for (int start = 0; start < vocab_; start += COUNT) {
+    double weights[COUNT];
+    for (int i = 0; i < COUNT; i++) weights[i] = start + i < vocab_ ? exponent(value[start + i]) : -INFINITY;
+    exponentiate<COUNT>(weights);
+    for (const double weight : weights) total += weight;
+  }
+  return total;
+}
+
 // Sample a token: `noise` is a share of the probability of the tokens that remain.
 int Rules::sample(const real* value, real noise) {
-  for (int i = 0; i < vocab_; i++) order_[i] = {value[i], i};
-  std::sort(order_, order_ + vocab_, [](const Candidate& a, const Candidate& b) {
-    return a.value != b.value ? a.value > b.value : a.token < b.token;
-  });
-  const double temperature = options_.temperature > 1e-30 ? options_.temperature : 1e-30;
-  double total = 0;
-  for (int i = 0; i < vocab_; i++) {
-    weights_[i] = exponential((double(order_[i].value) - double(order_[0].value)) / temperature);
-    total += weights_[i];
+  sorted_ = 0;
+  const bool limited = options_.top_k && options_.top_k < vocab_;
+  const int most = limited ? options_.top_k : vocab_;
+  const double least = options_.min_p * weight(value, 0);
+  double total = 0;  // of the tokens before `top_p` and `min_p`
+  if (limited)
+    for (int i = 0; i < most; i++) total += weight(value, i);
+  else if (options_.top_p < 1 || !(least > 0))
+    total = total_weight(value);
+  double mass = total;  // of the tokens that remain
+  if (options_.top_p < 1 || least > 0) {
+    const double nucleus = options_.top_p < 1 ? options_.top_p * total : INFINITY;
+    mass = 0;
+    for (int i = 0; i < most; i++) {
+      if (i && (mass >= nucleus || weight(value, i) < least)) break;
+      mass += weight(value, i);
+    }
   }
-  const int most = options_.top_k && options_.top_k < vocab_ ? options_.top_k : vocab_;
-  double kept = 0, all = 0;
-  int count = 0;
-  for (; count < most; count++) all += weights_[count];
-  const double nucleus = options_.top_p * (options_.top_k ? all : total);
-  for (count = 0; count < most; count++) {
-    if (count && (kept >= nucleus || weights_[count] < options_.min_p * weights_[0])) break;
-    kept += weights_[count];
-  }
+  int token = order_[0].token;
   double sum = 0;
-  for (int i = 0; i < count; i++) {
-    sum += weights_[i];
-    if (sum > double(noise) * kept) return order_[i].token;
+  for (int i = 0; i < most && !(sum > double(noise) * mass) && weight(value, i) > 0; i++) {
+    sum += weight(value, i);
+    token = order_[i].token;
   }
-  return order_[count - 1].token;
+  return token;
 }
 
 }  // namespace rn

@@ -1,15 +1,11 @@
 // Rules that steer a search. They change the values that rank tokens, never the reported scores.
 #pragma once
 
-#include <cmath>
-
 #include "search.h"
 
 namespace rn {
 
-constexpr real LOWEST = real(-INFINITY);
-
-// How far a hypothesis is on the way through the automaton of its phrases.
+// The progress of a hypothesis in the automaton of its phrases.
 struct Progress {
   int state = 0;
   int met = 0;             // subset of the requirements
@@ -17,7 +13,7 @@ struct Progress {
   bool stopped = false;
 };
 
-// The rules and the sampling of a search. `apply` is followed by questions about the same hypothesis.
+// The rules and the sampling of a search. The functions after `apply` are about the same hypothesis.
 class Rules {
  public:
   Rules(const Model& model, const Options& options, const Inputs& inputs)
@@ -53,6 +49,9 @@ class Rules {
   }
   bool staged() const { return phrases_ && phrases_->stages && requires_ && !one_path(); }
   int need_after(int token) const;
+  double weight(const real* value, int place);
+  double exponent(real value) const;
+  double total_weight(const real* value) const;
 
   const Options& options_;
   const Inputs& inputs_;
@@ -69,8 +68,9 @@ class Rules {
   int* past_ = nullptr;    // tokens of a hypothesis
   int* stamps_ = nullptr;  // by token: when it was last seen
   int stamp_ = 0;
-  Candidate* order_ = nullptr;  // of samples
+  Candidate* order_ = nullptr;  // of samples: tokens by value, of which the first `sorted_` are in place
   double* weights_ = nullptr;
+  int sorted_ = 0;
 };
 
 }  // namespace rn

@@ -29,19 +29,30 @@ static inline double natural_log(double x) {
   return high + (2.0 * s * series + low);
 }
 
-// e^x, 0 below the smallest normal number.
+// Replace each x by e^x, and by 0 below the smallest normal number. Several divide at the same time.
+template <int COUNT>
+static inline void exponentiate(double* x) {
+  double n[COUNT], r[COUNT], power[COUNT];
+  for (int i = 0; i < COUNT; i++) {
+    const double inside = x[i] > -708.0 ? (x[i] > 709.0 ? 709.0 : x[i]) : -708.0;
+    n[i] = std::floor(inside * 1.4426950408889634 + 0.5);
+    r[i] = inside - n[i] * 6.93147180369123816490e-01;
+    r[i] = r[i] - n[i] * 1.90821492927058770002e-10;
+    power[i] = 1.0;
+  }
+  for (int k = 15; k >= 1; k--)
+    for (int i = 0; i < COUNT; i++) power[i] = 1.0 + power[i] * r[i] / k;
+  for (int i = 0; i < COUNT; i++) {
+    const int64_t bits = (int64_t(n[i]) + 1023) << 52;
+    double scale;
+    memcpy(&scale, &bits, sizeof scale);
+    x[i] = x[i] > -708.0 ? power[i] * scale : 0.0;
+  }
+}
+
 static inline double exponential(double x) {
-  if (!(x > -708.0)) return 0.0;
-  if (x > 709.0) x = 709.0;
-  const double n = std::floor(x * 1.4426950408889634 + 0.5);
-  double r = x - n * 6.93147180369123816490e-01;
-  r = r - n * 1.90821492927058770002e-10;
-  double power = 1.0;
-  for (int k = 15; k >= 1; k--) power = 1.0 + power * r / k;
-  int64_t bits = (int64_t(n) + 1023) << 52;
-  double scale;
-  memcpy(&scale, &bits, sizeof scale);
-  return power * scale;
+  exponentiate<1>(&x);
+  return x;
 }
 
 // The sine and cosine of an angle of at most about 10^8.

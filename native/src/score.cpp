@@ -13,7 +13,6 @@ namespace {
 constexpr int BATCH_ROWS = 256;  // tokens that pass through the layers together; a longer pair is a batch of its own
 constexpr int BATCH_PAIRS = 64;
 constexpr int CHUNK = 64;  // tokens whose logits are in memory
-constexpr real LOWEST = real(-INFINITY);
 
 // A source and an output in a batch.
 struct Pair {
@@ -23,8 +22,8 @@ struct Pair {
   real* alignment;  // or null
 };
 
-// One model of an ensemble, which reads consecutive pairs together. Neighbours with the same source share its encoding or, without an
-// encoder, the nodes of the prompt.
+// One model of an ensemble, which reads consecutive pairs together. Neighbours with the same source share its encoding
+// or, without an encoder, the nodes of the prompt.
 class Reader {
  public:
   Reader(const Ensemble& ensemble, int member, const Inputs& inputs)
@@ -139,7 +138,7 @@ class Reader {
     read_source(model_, source_positions_, rows_, rows, fresh_, count, &space);
   }
 
-  // What the decoder reads at a position.
+  // The input of the decoder at a position.
   Row row(int i, const Pair& pair, int position) const {
     const int32_t* target = inputs_.prefix(i);
     const int size = source_length(i);
@@ -218,7 +217,7 @@ class Scoring {
     size_t done = 0;
     for (int first = 0, end; first < inputs_.count; first = end) {
       end = batch_end(first);
-      const int tokens = int(inputs_.prefix_end[end - 1]) - int(done);
+      const int tokens = int(inputs_.prefix_end[end - 1] - int64_t(done));
       for (int m = 0; m < ensemble_.count; m++) states_[m] = readers_[m].read(first, end, m ? nullptr : alignment);
       if (!predict_tokens(done, tokens)) return RN_NOT_NUMBERS;
       done += size_t(tokens);
