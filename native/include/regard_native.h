@@ -1,8 +1,8 @@
 // The C interface of regard-native, for C99 and C++: models in memory, and searches over token ids.
 //
 // No function throws or exits. The caller owns all arguments; pointers in them must stay valid until the call returns,
-// those of `rn_model` until `rn_free_model`, and those of `rn_begin` until the last `rn_step`. Models may be shared by
-// threads; a workspace belongs to one thread at a time. In all structures but RnOptions, zero is the default.
+// and those of `rn_begin` until the last `rn_step`. Models may be shared by threads; a workspace belongs to one thread
+// at a time. In all structures but RnOptions, zero is the default.
 #ifndef REGARD_NATIVE_H
 #define REGARD_NATIVE_H
 
@@ -35,7 +35,7 @@ typedef double RnReal;  // only in a build of the library for tests
 typedef float RnReal;
 #endif
 
-// What the functions with the result int32_t return.
+// Results of the functions that search and score.
 typedef enum {
   RN_DONE,
   RN_OUT_OF_MEMORY,
@@ -131,7 +131,7 @@ typedef struct {
   const char* problem;  // of invalid options or inputs
 } RnResults;
 
-// What one step has added to the first output of the first input, without a beam.
+// The addition of one step to the first output of the first input, without a beam.
 typedef struct {
   int32_t token;  // -1: the output has ended without a token
   int32_t top_count;
@@ -140,7 +140,7 @@ typedef struct {
   const double* top_scores;
 } RnStep;
 
-// What a forced pass returns, in arrays of the caller.
+// The results of a forced pass, in arrays of the caller.
 typedef struct {
   int32_t top_tokens;
   int32_t blocked_count;
@@ -169,7 +169,7 @@ RN_API const char* rn_kernels(const char* name);
 RN_API RnModel* rn_model(const RnDescription* description, int32_t int8, const char* kernels, const char** problem);
 RN_API void rn_free_model(RnModel* model);
 
-// A workspace, or null without memory. It grows with the searches, and is reused.
+// A workspace, or null without memory. It is reused, and grows and shrinks with the searches.
 RN_API RnWorkspace* rn_workspace(void);
 RN_API void rn_free_workspace(RnWorkspace* workspace);
 

@@ -274,11 +274,11 @@ class Core:
         self, numbers: Sequence[float], tensors: Sequence[np.ndarray], int8: bool = False, kernels: str | None = None
     ) -> None:
         self.int8 = int8
-        self.tensors = [np.ascontiguousarray(x, dtype=np.float32) for x in tensors]  # the core reads them in place
-        self.numbers = values = np.asarray(numbers, dtype=np.float64)
-        pointers = (c_void_p * len(tensors))(*(x.ctypes.data for x in self.tensors))
-        sizes = np.asarray([x.size for x in self.tensors], dtype=np.int64)
-        rows = np.asarray([x.shape[0] if x.ndim else 1 for x in self.tensors], dtype=np.int64)
+        tensors = [np.ascontiguousarray(x, dtype=np.float32) for x in tensors]  # copied by the core
+        values = np.asarray(numbers, dtype=np.float64)
+        pointers = (c_void_p * len(tensors))(*(x.ctypes.data for x in tensors))
+        sizes = np.asarray([x.size for x in tensors], dtype=np.int64)
+        rows = np.asarray([x.shape[0] if x.ndim else 1 for x in tensors], dtype=np.int64)
         description = _Description(
             values.ctypes.data_as(POINTER(c_double)),
             len(values),
@@ -306,7 +306,7 @@ class Core:
         """
         if not sources:
             return []
-        call = _Call(self, Search(sources, limits, **options), self._workspace())
+        call = _Call(self, Search(sources, limits, **options), Core._workspace)
         call.check(_library.rn_search(*call.arguments))
         results = call.results
         keep = call.options.keep
@@ -331,7 +331,7 @@ class Core:
 
         The last one is the end token, unless a continuation stops at its limit or the rules allow no output.
         """
-        call = _Call(self, Search(sources, limits, **options), _Workspace())
+        call = _Call(self, Search(sources, limits, **options), lambda core: _Workspace())
         if len(sources) != 1 or call.width > 1 or call.options.alternatives:
             raise NativeError("a stream has one source, no beam, one sample and no alternatives")
         handle = c_void_p()
@@ -369,7 +369,9 @@ class Core:
         """
         if not sources:
             return []
-        members = _Members(self, self._workspace(), sources, others, weights)
+        if len(targets) != len(sources):
+            raise NativeError(f"{len(targets)} targets for {len(sources)} sources; give one for each")
+        members = _Members(self, Core._workspace, sources, others, weights)
         source_ids, source_end = _joined(members.sources)
         target_ids, target_end = _joined(targets)
         lengths = np.asarray([len(target) for target in targets], dtype=np.int32)
@@ -438,17 +440,19 @@ class _Members:
     def __init__(
         self,
         core: Core,
-        workspace: _Workspace,
+        space: Callable[[Core], _Workspace],
         sources: Sequence[Sequence[int]],
         others: Others,
         weights: Sequence[float],
     ) -> None:
         self.sources = [*sources, *(source for _, rows in others for source in rows)]
-        self._workspaces = [workspace, *(other._workspace() for other, _ in others)]
+        cores = [core, *(other for other, _ in others)]
+        repeated = (each in cores[:i] for i, each in enumerate(cores))  # needs a workspace for each occurrence
+        self._workspaces = [_Workspace() if again else space(each) for each, again in zip(cores, repeated, strict=True)]
         if not (others or weights):
+            workspace = self._workspaces[0]
             self.ensemble = workspace.ensemble or workspace.alone(core)
             return
-        cores = [core, *(other for other, _ in others)]
         weights = weights or [1] * len(cores)
         if len(weights) != len(cores):
             raise NativeError(f"weights: {len(weights)} given for {len(cores)} models; give one for each")
@@ -458,29 +462,30 @@ class _Members:
         self.ensemble = _ensemble(cores, self._workspaces, [weight / total for weight in weights])
 
 
-class _Watch:
-    """Calls `check` between the steps of a search and keeps its error. Signals such as Ctrl-C are handled then, too."""
+def _watch(check: Callable[[], None], errors: list[BaseException]) -> Iterator[bool]:
+    """Whether a search ends, asked before each of its steps; `check` is called then, and signals are handled.
 
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-        self.error: BaseException | None = None
-
-    def __call__(self) -> int:
+    A signal handler may raise when Python code resumes. In a generator this is within `try`; ctypes would drop an error
+    at the start of a function.
+    """
+    while True:
         try:
-            self._check()
+            yield bool(errors)
+            check()
+        except GeneratorExit:
+            return
         except BaseException as error:
-            self.error = error
-        return self.error is not None
+            errors.append(error)
 
 
 class _Call:
     """The arguments of a search in the core, with the arrays that they point to."""
 
-    def __init__(self, core: Core, search: Search, workspace: _Workspace) -> None:
+    def __init__(self, core: Core, search: Search, space: Callable[[Core], _Workspace]) -> None:
         self._arrays: list[np.ndarray | array.array[int]] = []
         self._search = search
-        self._watch = _Watch(search.check)
-        self._members = _Members(core, workspace, search.sources, search.others, search.weights)
+        self._errors: list[BaseException] = []
+        self._members = _Members(core, space, search.sources, search.others, search.weights)
         samples = self._samples()
         stages = max(search.stages, default=0) if search.phrases and search.stages else 0
         self.width = samples or search.beam + stages
@@ -491,8 +496,8 @@ class _Call:
 
     def check(self, status: int) -> None:
         """Raise the error of a search that has failed."""
-        if status == CANCELLED and self._watch.error:
-            raise self._watch.error
+        if status == CANCELLED:
+            raise self._errors.pop() if self._errors else KeyboardInterrupt()
         if status == 1:
             search = self._search
             raise OutOfMemory(
@@ -515,6 +520,8 @@ class _Call:
         counts = (search.beam, search.keep, search.no_repeat, search.top_k, search.alternatives, search.top_tokens)
         if not all(-MAX_NUMBER <= count <= MAX_NUMBER for count in counts):  # ctypes would drop the higher bits
             raise NativeError(TOO_LARGE)
+        watch = _watch(search.check, self._errors)
+        next(watch)  # up to its first `yield`
         return _Options(
             beam=search.beam,
             keep=samples or search.alternatives or search.keep,
@@ -532,7 +539,7 @@ class _Call:
             top_p=search.top_p,
             min_p=search.min_p,
             blocked=self._pointer(search.blocked, np.int32),
-            cancelled=_Cancelled(self._watch),
+            cancelled=_Cancelled(watch.__next__),
         )
 
     def _input_lists(self) -> _Inputs:

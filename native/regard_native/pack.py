@@ -235,7 +235,7 @@ class Description:
 
 def packed(
     header: Sequence[int],
-    numbers: np.ndarray,
+    numbers: Sequence[float],
     tensors: Sequence[np.ndarray],
     ids: Sequence[Sequence[int]],
     vocabularies: Sequence[Sequence[bytes]],

@@ -168,7 +168,10 @@ class Run:
         ]  # fmt: skip
         after = [] if self.continues else self.codec.after
         ids = self.codec.before, after, self._blocked_and_unk
-        return packed(header, self._core.numbers, self._core.tensors, ids, [side.texts() for side in sides])
+        description = Description(
+            self._model, read_weights(self.path / WEIGHTS)
+        )  # of the core, which keeps its own copy
+        return packed(header, description.numbers, description.tensors, ids, [side.texts() for side in sides])
 
     def _pair_flags(self, features: str | None, source: int, target: int, most: int) -> dict[str, str]:
         """Flags of a pair that cannot be scored, from its lengths; the end token of the target is not counted."""

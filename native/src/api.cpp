@@ -5,6 +5,7 @@
 #define RN_API __attribute__((visibility("default")))
 #endif
 
+#include <cfenv>
 #include <cstring>
 #include <new>
 
@@ -59,6 +60,20 @@ const Kernels* choose_kernels(const char* name) {
   return nullptr;
 }
 
+// The default environment of floating-point numbers for one call: another library of the process may have changed the
+// rounding or switched denormal numbers off, which would change bits.
+class DefaultEnvironment {
+ public:
+  DefaultEnvironment() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultEnvironment() { std::fesetenv(&before_); }
+
+ private:
+  std::fenv_t before_;
+};
+
 }  // namespace
 
 const char* rn_version() { return RN_VERSION; }
@@ -79,6 +94,7 @@ const char* rn_kernels(const char* name) {
 }
 
 Model* rn_model(const Description* description, int32_t int8, const char* kernels, const char** problem) {
+  const DefaultEnvironment environment;
   const Kernels* chosen = choose_kernels(kernels);
   *problem = "these kernels do not run on this machine";
   if (!chosen) return nullptr;
@@ -106,16 +122,22 @@ Options rn_default_options() {
 }
 
 int32_t rn_search(const Ensemble* ensemble, const Options* options, const RnInputs* inputs, Results* results) {
+  const DefaultEnvironment environment;
   return search(*ensemble, *options, Inputs(*inputs), results);
 }
 
 int32_t rn_begin(const Ensemble* ensemble, const Options* options, const RnInputs* inputs, Results* results,
                         Search** search) {
+  const DefaultEnvironment environment;
   return begin(*ensemble, *options, Inputs(*inputs), results, search);
 }
 
-int32_t rn_step(Search* search, Step* step) { return advance(search, step); }
+int32_t rn_step(Search* search, Step* step) {
+  const DefaultEnvironment environment;
+  return advance(search, step);
+}
 
 int32_t rn_score(const Ensemble* ensemble, const RnInputs* inputs, const Forced* forced, const char** problem) {
+  const DefaultEnvironment environment;
   return score(*ensemble, Inputs(*inputs), *forced, problem);
 }

@@ -1,4 +1,4 @@
-// What the searches refuse before they allocate memory.
+// Checks of requests before memory is allocated.
 #include "search.h"
 
 namespace rn {
@@ -7,7 +7,6 @@ namespace {
 
 constexpr int MAX_TOKENS = 1 << 20;  // of a source or an output
 constexpr int MAX_BEAM = 1000;
-constexpr int64_t MAX_NODES = 1 << 29;
 
 bool outside(const int32_t* ids, int count, int vocab) {
   for (int i = 0; i < count; i++)
@@ -43,7 +42,8 @@ const char* problem_of_source(const Model& model, const int32_t* source, int len
 
 const char* problem_of_options(const Options& o, const Inputs& inputs, int vocab) {
   if (o.beam < 1 || o.beam > MAX_BEAM || o.samples < 0 || o.samples > MAX_BEAM) return "the beam is not from 1 to 1000";
-  if (inputs.count < 1 || o.keep < 1 || o.keep > MAX_BEAM || o.sentences < 1) return "the number of inputs or outputs is not positive, or above 1000";
+  if (inputs.count < 1 || o.keep < 1 || o.keep > MAX_BEAM || o.sentences < 1)
+    return "the number of inputs or outputs is not positive, or above 1000";
   if (o.no_repeat < 0 || o.top_k < 0 || o.alternatives < 0 || o.top_tokens < 0) return "an option is negative";
   if (o.samples && (o.beam > 1 || o.keep != o.samples || !inputs.noise))
     return "sampling needs random numbers, and has no beam";
@@ -70,9 +70,10 @@ const char* problem_of(const Ensemble& ensemble, const Options& options, const I
     if (const Phrases* phrases = inputs.phrases_of(i))
       if (phrases->stages < 0 || phrases->stages > MAX_BEAM) return "the stages of phrases are not from 0 to 1000";
     for (int m = 0; !problem && m < ensemble.count; m++) {
-      if (int64_t(options.beam) * (limit + inputs.source_length(i, m) + 1) >= MAX_NODES)
+      if (int64_t(width_of(options, inputs, i)) * (limit + inputs.source_length(i, m) + 1) >= MAX_NODES)
         return "the product of the beam and the longest output is too large";
-      problem = problem_of_source(*ensemble.models[m], inputs.source(i, m), inputs.source_length(i, m), limit + positions);
+      const int length = inputs.source_length(i, m);
+      problem = problem_of_source(*ensemble.models[m], inputs.source(i, m), length, limit + positions);
     }
   }
   return problem;

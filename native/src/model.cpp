@@ -3,10 +3,7 @@
 #include <climits>
 #include <cmath>
 #include <cstring>
-#include <initializer_list>
 #include <new>
-
-#include "scalar.h"
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <unistd.h>
@@ -18,6 +15,8 @@ namespace rn {
 
 constexpr size_t ALIGNMENT = 64;
 constexpr size_t MIN_BLOCK = size_t(1) << 16;
+
+static_assert(sizeof(size_t) == 8, "sizes of requests need 64 bits");
 
 struct Arena::Block {
   Block* before;
@@ -54,23 +53,26 @@ void* Arena::take_bytes(size_t count, size_t size) {
   return out;
 }
 
-void Arena::free_blocks() {
+void Arena::release() {
   while (last_) {
     Block* before = last_->before;
     std::free(last_);
     last_ = before;
   }
-  left_ = total_ = 0;
+  left_ = total_ = wanted_ = 0;
+  failed_ = false;
 }
 
 void Arena::reset() {
-  failed_ = false;
-  if (last_ && !last_->before) {
+  const size_t size = total_, used = total_ - left_;
+  if (size > MAX_IDLE && used < size / 4) {
+    release();
+  } else if (last_ && !last_->before) {
     left_ = total_;
     last_->next = last_->first;
+    failed_ = false;
   } else if (last_) {
-    const size_t size = total_;
-    free_blocks();
+    release();
     wanted_ = size;
   }
 }
@@ -162,6 +164,13 @@ class Reader {
 #endif
   }
 
+  // A copy of a tensor that is used as it is.
+  const real* copy(const real* from, size_t size) {
+    real* out = take<real>(size);
+    if (out && from) memcpy(out, from, sizeof(real) * size);
+    return out;
+  }
+
   const real* required(size_t rows, size_t columns = 1) {
     const real* out = tensor(rows, columns);
     if (!out) fail("a tensor of the model is missing");
@@ -176,49 +185,33 @@ class Reader {
     return out;
   }
 
-  Matrix matrix(int in, int out, bool quantize = true) {
-    const real* weight = required(size_t(out), size_t(in));
-    const real* bias = tensor(size_t(out));
-    return pack(weight, bias, in, out, quantize);
-  }
+  Matrix matrix(int in, int out, bool quantize = true) { return joined(in, &out, 1, quantize); }
 
   // Several layers with the same input as one matrix; their outputs follow each other.
-  Matrix joined(int in, const int* outs, int count) {
+  Matrix joined(int in, const int* outs, int count, bool quantize = true) {
     int total = 0;
+    bool biased = false;
     const real *weights[MAX_JOINED], *biases[MAX_JOINED];
     for (int i = 0; i < count; i++) {
       weights[i] = required(size_t(outs[i]), size_t(in));
       biases[i] = tensor(size_t(outs[i]));
+      biased = biased || biases[i];
       total += outs[i];
     }
-    real* weight = take<real>(size_t(in) * size_t(total));
-    real* bias = take<real>(size_t(total));
-    bool biased = false;
-    int done = 0;
-    for (int i = 0; i < count && !problem; i++) {
-      memcpy(weight + size_t(done) * in, weights[i], sizeof(real) * in * outs[i]);
-      for (int o = 0; o < outs[i]; o++) bias[done + o] = biases[i] ? biases[i][o] : 0;
-      biased = biased || biases[i];
-      done += outs[i];
-    }
-    return problem ? Matrix() : pack(weight, biased ? bias : nullptr, in, total, true);
+    Outputs outputs = take_outputs(total);
+    for (int i = 0, first = 0; i < count && !problem; first += outs[i++])
+      fill_outputs(weights[i], biases[i], in, outs[i], first, &outputs);
+    return pack(outputs, biased, in, quantize);
   }
 
   // The gates of a recurrent layer, each padded to whole vectors.
   Matrix gates(int in, int width, int count) {
-    const int stride = padded(width);
     const real* weight = required(size_t(width * count), size_t(in));
     const real* bias = required(size_t(width * count));
-    real* spread = take<real>(size_t(in) * size_t(stride * count));
-    real* spread_bias = take<real>(size_t(stride * count));
-    if (problem) return Matrix();
-    for (int g = 0; g < count; g++)
-      for (int o = 0; o < stride; o++) {
-        real* row = spread + size_t(g * stride + o) * in;
-        for (int k = 0; k < in; k++) row[k] = o < width ? weight[size_t(g * width + o) * in + k] : 0;
-        spread_bias[g * stride + o] = o < width ? bias[g * width + o] : 0;
-      }
-    return pack(spread, spread_bias, in, stride * count, true);
+    Outputs outputs = take_outputs(padded(width) * count);
+    for (int g = 0; g < count && !problem; g++)
+      fill_outputs(weight + size_t(g * width) * in, bias + g * width, in, width, g * padded(width), &outputs);
+    return pack(outputs, true, in, true);
   }
 
   // A matrix of its own for each head, never in int8.
@@ -248,24 +241,48 @@ class Reader {
   bool finished() const { return next_ == description_.count; }
 
  private:
-  Matrix pack(const real* weight, const real* bias, int in, int out, bool quantize) {
+  // The outputs of a matrix, in whole vectors: the weights of each, or null for zeros, and its bias.
+  struct Outputs {
+    int count;
+    const real** weights;
+    real* bias;
+  };
+
+  Outputs take_outputs(int count) {
+    const size_t size = problem ? 0 : size_t(padded(count));
+    Outputs outputs = {count, take<const real*>(size), take<real>(size)};
+    for (size_t o = 0; !problem && o < size; o++) {
+      outputs.weights[o] = nullptr;
+      outputs.bias[o] = 0;
+    }
+    return outputs;
+  }
+
+  static void fill_outputs(const real* weight, const real* bias, int in, int count, int first, Outputs* outputs) {
+    for (int o = 0; o < count; o++) {
+      outputs->weights[first + o] = weight + size_t(o) * in;
+      outputs->bias[first + o] = bias ? bias[o] : 0;
+    }
+  }
+
+  Matrix pack(const Outputs& outputs, bool biased, int in, bool quantize) {
     Matrix m;
     m.in = in;
-    m.out = out;
-    if (problem) return m;
-    const int width = padded(out);
-    m.bias = whole_vectors(bias, out);
+    m.out = outputs.count;
     if (int8_ && quantize && in > MAX_QUANTIZED) fail("a layer has too many inputs for int8");
     if (problem) return m;
+    if (biased) m.bias = outputs.bias;
     if (int8_ && quantize) {
-      pack_int8(weight, &m);
+      pack_int8(outputs, &m);
       return m;
     }
+    const int width = padded(m.out);
     real* panels = take<real>(size_t(width) * size_t(in));
     if (!panels) return m;
     for (int o = 0; o < width; o++) {
+      const real* weights = outputs.weights[o];
       real* panel = panels + size_t(o / LANE_COUNT) * in * LANE_COUNT + o % LANE_COUNT;
-      for (int k = 0; k < in; k++) panel[size_t(k) * LANE_COUNT] = o < out ? weight[size_t(o) * in + k] : 0;
+      for (int k = 0; k < in; k++) panel[size_t(k) * LANE_COUNT] = weights ? weights[k] : 0;
     }
     m.weight = panels;
     return m;
@@ -278,7 +295,7 @@ class Reader {
     return copy;
   }
 
-  void pack_int8(const real* weight, Matrix* m) {
+  void pack_int8(const Outputs& outputs, Matrix* m) {
     const int width = padded(m->out), in = m->in;
     m->groups = (in + 3) / 4;
     const size_t panel = size_t(m->groups) * LANE_COUNT * 4;
@@ -289,16 +306,16 @@ class Reader {
     memset(quantized, 0, panel * size_t(width / LANE_COUNT));
     for (int o = 0; o < width; o++) {
       float highest = 0;
-      const real* row = weight + size_t(o) * in;
-      for (int k = 0; o < m->out && k < in; k++) {
-        const float size = float(row[k] < 0 ? -row[k] : row[k]);
+      const real* weights = outputs.weights[o];
+      for (int k = 0; weights && k < in; k++) {
+        const float size = float(weights[k] < 0 ? -weights[k] : weights[k]);
         if (size > highest) highest = size;
       }
       const double factor = highest > 0 ? 127.0 / double(highest) : 0.0;
       scale[o] = float(double(highest) / 127.0);
       int32_t total = 0;
-      for (int k = 0; o < m->out && k < in; k++) {
-        const double rounded = double(row[k]) * factor + 6755399441055744.0 - 6755399441055744.0;
+      for (int k = 0; weights && k < in; k++) {
+        const double rounded = double(weights[k]) * factor + 6755399441055744.0 - 6755399441055744.0;
         const int8_t value = int8_t(int(rounded));
         int8_t* group = quantized + size_t(o / LANE_COUNT) * panel + size_t(k / 4) * LANE_COUNT * 4;
         group[o % LANE_COUNT * 4 + k % 4] = value;
@@ -357,8 +374,14 @@ void read_attention(Reader* reader, int stack_heads, int stack_width, Attention*
     a->reach = reader->integer(0, INT_MAX);
     a->content = reader->vectors_of_heads(a->heads, a->query_width);
     a->place = reader->vectors_of_heads(a->heads, a->query_width);
-    a->place_weight = reader->required(size_t(a->heads) * size_t(a->query_width), size_t(stack_width));
+    const size_t rows = size_t(a->heads) * size_t(a->query_width);
+    a->place_weight = reader->copy(reader->required(rows, size_t(stack_width)), rows * size_t(stack_width));
   }
+}
+
+const real* read_table(Reader* reader, const Stack& stack, int columns) {
+  const size_t rows = size_t(stack.table_rows), size = rows * size_t(columns);
+  return reader->copy(reader->required(rows, size_t(columns)), size);
 }
 
 void read_position(Reader* reader, Stack* stack) {
@@ -376,7 +399,7 @@ void read_position(Reader* reader, Stack* stack) {
       break;
     case LEARNED:
       stack->table_rows = reader->integer(1, INT_MAX);
-      stack->table = reader->required(size_t(stack->table_rows), size_t(stack->width));
+      stack->table = read_table(reader, *stack, stack->width);
       break;
     case ALIBI:
       stack->slopes = reader->take<double>(size_t(stack->heads));
@@ -384,7 +407,7 @@ void read_position(Reader* reader, Stack* stack) {
       break;
     case BUCKET:
       stack->table_rows = reader->integer(1, 1 << 16);
-      stack->table = reader->required(size_t(stack->table_rows), size_t(stack->heads));
+      stack->table = read_table(reader, *stack, stack->heads);
       stack->far = reader->integer(1, 1 << 16);
       stack->bucket = reader->take<int>(size_t(2 * stack->far + 1));
       for (int i = 0; !reader->problem && i <= 2 * stack->far; i++)
@@ -398,8 +421,11 @@ void read_layer(Reader* reader, const Stack& stack, int source_width, Layer* lay
   Attention& a = layer->attention;
   read_attention(reader, stack.heads, stack.width, &a);
   if (reader->problem) return;
-  if (stack.position == ROTARY && 2 * stack.rate_count != a.query_width)
+  if (stack.position == ROTARY && (2 * stack.rate_count != a.query_width || a.width != a.query_width))
     reader->fail("wrong number of rotation rates");
+  if (a.relative != (stack.position == RELATIVE) || (a.relative && !stack.causal))
+    return reader->fail("relative positions are those of every layer of a decoder");
+  if (!a.projects) return reader->fail("attention without projections is that of recurrent decoders");
   const int outs[] = {a.heads * a.query_width, a.kv_heads * (a.width + a.value_width)};
   a.query = reader->joined(stack.width, outs, 2);
   a.out = reader->matrix(a.heads * a.value_width, stack.width);
@@ -408,6 +434,7 @@ void read_layer(Reader* reader, const Stack& stack, int source_width, Layer* lay
     Attention& c = layer->cross;
     read_attention(reader, stack.heads, stack.width, &c);
     if (reader->problem) return;
+    if (!c.projects || c.relative) return reader->fail("the cross-attention does not fit");
     c.query = reader->matrix(stack.width, c.heads * c.query_width);
     c.key_value = reader->matrix(source_width, c.kv_heads * (c.width + c.value_width));
     c.out = reader->matrix(c.heads * c.value_width, stack.width);
@@ -504,100 +531,17 @@ const char* read_model(const Description& description, bool int8, const Kernels*
   if (!reader.problem && model->decoder.recurrent() && !model->encoder.present)
     reader.fail("a recurrent decoder needs an encoder");
   if (reader.problem) return reader.problem;
-  if (model->encoder.present)
-    model->source_embedding = reader.required(size_t(model->source_vocab), size_t(model->encoder.width));
-  model->target_embedding = reader.required(size_t(model->target_vocab), size_t(model->decoder.width));
+  const size_t source_vocab = size_t(model->source_vocab), target_vocab = size_t(model->target_vocab);
+  const size_t source_width = size_t(model->encoder.width), target_width = size_t(model->decoder.width);
+  const real* source = model->encoder.present ? reader.required(source_vocab, source_width) : nullptr;
+  const real* target = reader.required(target_vocab, target_width);
+  if (reader.problem) return reader.problem;
+  model->target_embedding = reader.copy(target, target_vocab * target_width);
+  model->source_embedding = model->target_embedding;
+  if (source && source != target) model->source_embedding = reader.copy(source, source_vocab * source_width);
   model->output = reader.matrix(model->decoder.width, model->target_vocab);
   if (!reader.problem && !reader.finished()) reader.fail("the description of the model is too long");
   return reader.problem;
-}
-
-// Positions ----------------------------------------------------------------------------------------------------------
-
-bool Positions::require(const Stack& stack, int count) {
-  if (count <= length) return true;
-  memory_.reset();
-  length = count < MIN_POSITIONS ? MIN_POSITIONS : count;
-  if (fill(stack)) return true;
-  length = 0;
-  return false;
-}
-
-bool Positions::fill(const Stack& stack) {
-  const int count = length;
-  if (stack.position == SINUSOID || stack.position == SINUSOID_HALVES) {
-    const int width = stack.width, stride = padded(width), half = (width + 1) / 2;
-    added = memory_.take<real>(size_t(count) * stride);
-    if (!added) return false;
-    for (int p = 0; p < count; p++)
-      for (int i = 0; i < half; i++) {
-        double sine, cosine;
-        sine_cosine(double(real(p) * real(stack.rates[i])), &sine, &cosine);
-        const bool halves = stack.position == SINUSOID_HALVES;
-        real* row = added + size_t(p) * stride;
-        const int first = halves ? i : 2 * i, second = halves ? half + i : 2 * i + 1;
-        row[first] = real(sine);
-        if (second < width) row[second] = real(cosine);
-      }
-  } else if (stack.position == ROTARY) {
-    this->cosine = memory_.take<real>(size_t(count) * stack.rate_count);
-    this->sine = memory_.take<real>(size_t(count) * stack.rate_count);
-    if (!this->cosine || !this->sine) return false;
-    for (int p = 0; p < count; p++)
-      for (int i = 0; i < stack.rate_count; i++) {
-        double s, c;
-        sine_cosine(double(real(p) * real(stack.rates[i])), &s, &c);
-        this->sine[size_t(p) * stack.rate_count + i] = real(s);
-        this->cosine[size_t(p) * stack.rate_count + i] = real(c);
-      }
-  } else if (stack.position == ALIBI || stack.position == BUCKET) {
-    bias = memory_.take<real>(size_t(stack.heads) * size_t(2 * count));
-    if (!bias) return false;
-    for (int h = 0; h < stack.heads; h++)
-      for (int offset = 1 - count; offset < count; offset++) {
-        const int distance = offset < 0 ? -offset : offset;
-        const int near = offset < -stack.far ? -stack.far : offset > stack.far ? stack.far : offset;
-        bias[size_t(h) * size_t(2 * count) + offset + count] =
-            stack.position == ALIBI ? real(-(real(stack.slopes[h]) * real(distance)))
-                                    : stack.table[size_t(stack.bucket[near + stack.far]) * stack.heads + h];
-      }
-  }
-  return stack.position != RELATIVE || fill_places(stack);
-}
-
-// The vectors of all distances, as matrices that give the score of a query with each distance.
-bool Positions::fill_places(const Stack& stack) {
-  const int width = stack.width, half = (width + 1) / 2;
-  real* sinusoids = memory_.take<real>(size_t(length) * size_t(width));
-  if (!sinusoids) return false;
-  for (int d = 0; d < length; d++)
-    for (int i = 0; i < half; i++) {
-      double s, c;
-      sine_cosine(double(real(d) * real(stack.rates[i])), &s, &c);
-      sinusoids[size_t(d) * width + i] = real(s);
-      if (half + i < width) sinusoids[size_t(d) * width + half + i] = real(c);
-    }
-  places = memory_.take<Matrix>(size_t(stack.layers) * size_t(stack.heads));
-  if (!places) return false;
-  for (int i = 0; i < stack.layers; i++) {
-    const Attention& a = stack.layer[i].attention;
-    for (int h = 0; h < a.heads; h++) {
-      Matrix* m = new (places + size_t(i) * stack.heads + h) Matrix();
-      m->in = a.query_width;
-      m->out = length;
-      real* panels = memory_.take<real>(size_t(padded(length)) * size_t(m->in));
-      if (!panels) return false;
-      m->weight = panels;
-      for (int d = 0; d < padded(length); d++)
-        for (int e = 0; e < m->in; e++) {
-          const real* weight = a.place_weight + size_t(h * m->in + e) * width;
-          real sum = 0;
-          for (int k = 0; d < length && k < width; k++) sum = sum + weight[k] * sinusoids[size_t(d) * width + k];
-          panels[(size_t(d / LANE_COUNT) * m->in + e) * LANE_COUNT + d % LANE_COUNT] = sum;
-        }
-    }
-  }
-  return true;
 }
 
 }  // namespace rn

@@ -8,26 +8,30 @@
 
 namespace rn {
 
+constexpr size_t MAX_IDLE = size_t(1) << 25;  // bytes; above, memory is returned if less than a quarter is needed
+
 // Memory that is freed together. A request that fails, or that would exceed the limit, returns null and is remembered.
 class Arena {
  public:
   explicit Arena(uint64_t limit = uint64_t(1) << 50) : limit_(limit) {}
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
-  ~Arena() { free_blocks(); }
+  ~Arena() { release(); }
 
   template <typename T>
   T* take(size_t count) {
     return static_cast<T*>(take_bytes(count, sizeof(T)));
   }
   bool failed() const { return failed_; }
+  size_t size() const { return total_; }
+  // Return the memory to the system.
+  void release();
   // Free the memory for reuse, in one piece.
   void reset();
 
  private:
   struct Block;
   void* take_bytes(size_t count, size_t size);
-  void free_blocks();
   Block* last_ = nullptr;
   uint64_t limit_;  // bytes
   size_t left_ = 0, total_ = 0, wanted_ = 0;
@@ -127,7 +131,7 @@ struct Model {
 
 using Description = RnDescription;
 
-// Read and pack a model -> null, or what is wrong with the description.
+// Read and pack a model -> null, or the problem with the description.
 const char* read_model(const Description& description, bool int8, const Kernels* kernels, Model* model);
 
 // The memory of this machine in bytes, which requests for batches may not exceed.

@@ -14,7 +14,6 @@ namespace {
 
 constexpr int MAX_ENCODED_TOKENS = 512;  // at a time
 constexpr size_t MAX_NODE_BYTES = size_t(1) << 30;  // of all sentences that are decoded at the same time
-constexpr size_t MAX_NODES = size_t(1) << 29;
 constexpr int MAX_STAGES = 1 << 24;
 // The multiple of its length to which a hypothesis may still grow, at no cost, to enter an n-best.
 constexpr double NBEST_GROWTH = 1.25;
@@ -49,7 +48,8 @@ class Search {
     measure();
     size_t sentence = 0;
     for (int m = 0; m < ensemble_.count; m++) sentence += (ensemble_.models[m]->decoder.node_size + 1) * sizeof(real);
-    const size_t most = std::min(MAX_NODE_BYTES / (sentence * width_ * longest_), MAX_NODES / (size_t(width_) * longest_));
+    const size_t tokens = size_t(width_) * size_t(longest_);
+    const size_t most = std::min(MAX_NODE_BYTES / (sentence * tokens), size_t(MAX_NODES) / tokens);
     return std::min(std::min(inputs_.count, options_.sentences), most > 1 ? int(most) : 1);
   }
 
@@ -118,24 +118,18 @@ class Search {
   }
 
  private:
-  int width_of(int input) const {
-    const Phrases* phrases = inputs_.phrases_of(input);
-    if (options_.samples) return options_.samples;
-    if (options_.alternatives) return 1;
-    return options_.beam + (phrases ? phrases->stages : 0);
-  }
-
   // The sizes that the memory depends on.
   void measure() {
     width_ = longest_source_ = 1;
     limit_ = longest_stage_ = 0;
     results_size_ = 0;
     for (int i = 0; i < inputs_.count; i++) {
-      width_ = std::max(width_, width_of(i));
+      width_ = std::max(width_, width_of(options_, inputs_, i));
       limit_ = std::max(limit_, int(inputs_.limits[i]));
       results_size_ += int64_t(inputs_.limits[i] + 1) * options_.keep;
       if (const Phrases* phrases = inputs_.phrases_of(i)) {
-        const int64_t stages = int64_t(inputs_.limits[i] + 1) * phrases->stages / std::max(int(phrases->need[0]), 1) + 1;
+        const int need = std::max(int(phrases->need[0]), 1);
+        const int64_t stages = int64_t(inputs_.limits[i] + 1) * phrases->stages / need + 1;
         longest_stage_ = std::max(longest_stage_, int(std::min(stages, int64_t(MAX_STAGES))));
       }
       for (int m = 0; m < ensemble_.count; m++)
@@ -223,7 +217,7 @@ class Search {
     sentence->input = input;
     sentence->step = sentence->ended = sentence->finished = sentence->past = sentence->prompt = 0;
     sentence->alive = options_.samples ? options_.samples : 1;
-    sentence->width = width_of(input);
+    sentence->width = width_of(options_, inputs_, input);
     sentence->closed = false;
     for (int m = 0; m < ensemble_.count; m++) {
       const int length = inputs_.source_length(input, m);
@@ -262,7 +256,8 @@ class Search {
     if (fresh) read_source(*member.model, *member.source_positions, rows_, rows, fresh_, fresh, &member.space);
   }
 
-  // Feed all tokens of a prompt but the last, which the first step feeds. The prompts of all models end at the same node.
+  // Feed all tokens of a prompt but the last, which the first step feeds. The prompts of all models end at the same
+  // node.
   void read_prompt(int m, const Sentence& sentence) {
     Member& member = members_[m];
     const int32_t* source = inputs_.source(sentence.input, m);
@@ -395,13 +390,8 @@ class Search {
     if (sentence.width > options_.beam) {
       std::sort(choices_, choices_ + count, better);
       take_turns(count);
-      return most;
-    }
-    for (int i = 0; i < most; i++) {
-      int first = i;
-      for (int j = i + 1; j < count; j++)
-        if (better(choices_[j], choices_[first])) first = j;
-      std::swap(choices_[i], choices_[first]);
+    } else {
+      std::partial_sort(choices_, choices_ + most, choices_ + count, better);
     }
     return most;
   }

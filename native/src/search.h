@@ -15,6 +15,8 @@ using Step = RnStep;
 using Forced = RnForced;
 using Status = RnStatus;
 
+constexpr int64_t MAX_NODES = 1 << 29;  // tokens of all hypotheses that are decoded at the same time
+
 // Add the logits of a model of an ensemble, with its weight, to the sum; the first model has written its own there.
 static inline void combine(const Ensemble& ensemble, int member, const real* logits, size_t size, real* sum) {
   if (ensemble.count == 1) return;
@@ -39,7 +41,15 @@ struct Inputs : RnInputs {
   const Phrases* phrases_of(int i) const { return phrases && phrases[i].next ? phrases + i : nullptr; }
 };
 
-// What is wrong with the options or inputs of a search, or null. `positions` is the number that an output needs in
+// The hypotheses of an input that are continued at the same time.
+static inline int width_of(const Options& options, const Inputs& inputs, int i) {
+  const Phrases* phrases = inputs.phrases_of(i);
+  if (options.samples) return options.samples;
+  if (options.alternatives) return 1;
+  return options.beam + (phrases ? phrases->stages : 0);
+}
+
+// The problem with the options or inputs of a search, or null. `positions` is the number that an output needs in
 // addition to those of its tokens.
 const char* problem_of(const Ensemble& ensemble, const Options& options, const Inputs& inputs, int positions);
 
@@ -54,7 +64,8 @@ Status advance(Search* search, Step* step);
 
 Status search(const Ensemble& ensemble, const Options& options, const Inputs& inputs, Results* results);
 
-// Score the prefixes of `inputs`, which are whole outputs with the end token here. Alignments are those of the first model.
+// Score the prefixes of `inputs`, which are whole outputs with the end token here. Alignments are those of the first
+// model.
 Status score(const Ensemble& ensemble, const Inputs& inputs, const Forced& forced, const char** problem);
 
 }  // namespace rn

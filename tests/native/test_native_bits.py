@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import platform
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,6 +114,60 @@ def test_memory_does_not_grow_with_calls_and_is_freed_with_the_model() -> None:
         del core
         gc.collect()
     assert resident() - before < large / 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_of_a_huge_request_is_returned() -> None:
+    core = make_core(config_of(512, 8, 64, 50), 1)
+    core.search([[4, 3]], [4])
+    before = resident()
+    for _ in range(2):
+        core.search([[4, 3]], [200], minimums=[200], beam=32)
+    assert resident() - before > 16 * 2**20
+    with pytest.raises(KeyboardInterrupt):  # after the tables of positions are made
+        core.search([[4, 3]], [50_000], check=lambda: signal.raise_signal(signal.SIGINT))
+    assert resident() - before > 80 * 2**20
+    for _ in range(2):
+        core.search([[4, 3]], [4])
+    assert resident() - before < 8 * 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.parametrize("int8", [False, True])
+def test_weights_are_in_memory_once(int8: bool) -> None:
+    description = describe(make_model(config_of(512, 8, 2048, 3000), 1))
+    size = sum(x.nbytes for x in description.tensors)
+    before = resident()
+    core = Core(description.numbers, description.tensors, int8)
+    gc.collect()
+    embedding = 3000 * 512 * 4
+    assert resident() - before < size / (4 if int8 else 1) + 2 * embedding + 4 * 2**20
+    del core
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the C library of Linux")
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_rounding_of_the_process_does_not_change_bits(int8: bool) -> None:
+    core = make_core(config_of(48, 4, 100, 333), 1, int8)
+    sources = make_sources(333, 5, 1)
+    expected = search(core, sources, {"beam": 3})
+    library = ctypes.CDLL("libm.so.6")
+    try:
+        library.fesetround(0x800 if platform.machine() == "x86_64" else 0x400000)  # upward
+        rounded = search(core, sources, {"beam": 3})
+    finally:
+        library.fesetround(0)
+    assert rounded == expected
+
+
+def test_interrupts_end_a_search() -> None:
+    core = make_core(config_of(192, 4, 300, 3000), 1)
+    for delay in (0.02, 0.05):
+        timer = threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            core.search([[4, 3]] * 8, [5000] * 8, minimums=[5000] * 8, beam=3)
+        timer.join()
 
 
 def test_threads_wait_without_using_the_processor() -> None:

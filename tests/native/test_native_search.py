@@ -268,6 +268,8 @@ def test_wrong_sizes_are_refused_before_they_are_read():
         except NativeError:
             continue
     core = Core(description.numbers, description.tensors)
+    with pytest.raises(NativeError, match="1 targets for 2 sources"):
+        core.force([[4, EOS], [5, EOS]], [[4, EOS]])
     for source, limit, problem in (
         ([9], 3, "source is outside"),
         ([-1], 3, "source is outside"),
