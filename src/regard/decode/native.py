@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -88,6 +88,7 @@ class NativeEngine(Engine):
         self._workers = workers or cores()
         self._pool: ThreadPoolExecutor | None = None
         self._check: Callable[[], None] | None = None
+        self._failed = False
 
     @property
     def streams(self) -> bool:
@@ -148,7 +149,19 @@ class NativeEngine(Engine):
             return [result for batch in batches for result in work(batch)]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._workers, "native engine")
-        return [result for results in self._pool.map(work, batches) for result in results]
+        try:
+            return [result for results in self._pool.map(work, batches) for result in results]
+        except BaseException:  # such as Ctrl-C
+            self._failed = True
+            self.close()
+            self._failed = False
+            raise
+
+    def _before_step(self) -> None:
+        if self._failed:  # the other threads stop, too
+            raise CancelledError
+        if self._check is not None:
+            self._check()
 
     def _in_parts(self, work: Callable[[slice], list[Any]], count: int) -> list[Any]:
         """The results of all rows, in parts that fit into memory; None for a row that does not."""
@@ -183,7 +196,7 @@ class NativeEngine(Engine):
         samples = options.mbr or options.nbest
         first, *rest = zip(*(item.sources for item in inputs), strict=True)
         return {
-            "check": self._check or (lambda: None),
+            "check": self._before_step,
             "sources": first,
             "limits": [item.limit for item in inputs],
             "others": list(zip(self._others, rest, strict=True)),
