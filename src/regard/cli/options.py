@@ -43,10 +43,15 @@ PANELS = {  # options of decoding by panel of the help
 
 RunPath = Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads. (default: 1 for a small model, else one per core)")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads. (default: one per core; torch: 1 for a small model)")
+]
 OneThread = Annotated[int, typer.Option("--threads", min=1, help="Threads.")]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="Worker processes. (default: one per core for a small model and enough input)")
+    int | None,
+    typer.Option(
+        min=1, help="Batches decoded at once. (default: one per core; torch: for a small model and enough input)"
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line instead of skipping it.")]

@@ -49,7 +49,7 @@ class ServeSettings(Value):
 
     # computation
     workers: Count | None = option(None, "Number of batches answered in parallel. (default: one per core)")
-    threads: Count = option(1, "Threads per worker; more than one helps with large models.")
+    threads: Count = option(1, "Threads of torch or CTranslate2 per worker; more than one helps with large models.")
     nice: Annotated[int, Field(ge=0, le=19, strict=True)] = option(
         10, "Lower the priority of workers by this much. 0: that of other programs; refusals are slower under load."
     )

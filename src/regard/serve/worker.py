@@ -29,7 +29,7 @@ from regard.answers import (
     score_json,
     truncation,
 )
-from regard.decode.native import NativeEngine
+from regard.decode import native
 from regard.decode.request import CONSTRAINTS, ENGINES, EngineChoice, Options, Precision, Prompt, Request
 from regard.device import release_memory
 from regard.errors import NO_TORCH, UserError, lacks_torch
@@ -238,6 +238,8 @@ class BatchAnswerer:
         run = self.runs[batch.run]
         options = self._options(batch)
         chosen = options.model_copy(update={"precision": self.precision})
+        if name in ("native", "auto") and not native.problem([run], chosen):
+            return Answerer([run], chosen, native.NativeEngine([run], chosen, workers=1))
         with suppress(UserError):  # an unsupported option is decoded with torch
             if name == "ctranslate2" and run.task.seq2seq:
                 from regard.decode.ctranslate2 import CTranslate2Engine
@@ -245,8 +247,6 @@ class BatchAnswerer:
                 engine = CTranslate2Engine(run, chosen, self.slots, translator=self._translators.get(batch.run))
                 self._translators[batch.run] = engine.translator
                 return Answerer([run], options, engine)
-            if name in ("native", "auto") and not run.loaded:
-                return Answerer([run], chosen, NativeEngine([run], chosen, workers=1))
         precision = {"precision": self.precision} if self.precision in ENGINES["torch"].precisions else {}
         options = options.model_copy(update=precision)
         loaded = [self._loaded[batch.run]]
