@@ -10,7 +10,7 @@ import typer
 
 from regard.answers import Answerer, open_engine, score_json
 from regard.batch import windows
-from regard.cli.lines import announce_data, announce_stdin
+from regard.cli.lines import announce_data, announce_stdin, usable_here
 from regard.cli.options import (
     Columns,
     Device,
@@ -71,6 +71,7 @@ def command(
     """
     decoding, engine_name = parse_decoding(options, engine)
     runs = open_runs([run, *(ensemble or [])], device, threads, load=False)
+    decoding = usable_here(decoding, runs[0])
     counter = LineCounter(strict)
     unknown = UnknownParts(runs[0])
     if runs[0].task.name == "lm" and target is None and columns is None:
@@ -84,7 +85,7 @@ def command(
     rows: list[int] = []  # of the examples, from 1: a header is no row
     ahead, behind = tee(_count_unknown(_note_rows(located, counter, rows), unknown, decoding.window))
     printed = 0
-    opened = open_engine(runs, decoding, engine_name, workers=1, threads=threads)
+    opened = open_engine(runs, decoding, engine_name, threads=threads)
     scores = Answerer(runs, decoding, opened).score(item.example for item in ahead)
     for scored, (number, example) in zip(scores, behind, strict=False):
         for name, reason in (("too_long", TOO_LONG), ("error", BAD_REQUEST), ("out_of_memory", NO_MEMORY)):
