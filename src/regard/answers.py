@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from regard.decode import native
 from regard.decode.engine import Engine, Scores, TokenStream
 from regard.decode.hypothesis import Hypothesis, unknown_flags
-from regard.decode.request import EngineChoice, Input, Options
+from regard.decode.request import ENGINES, EngineChoice, Input, Options, check_engine
 from regard.decode.scoring import Pair, Scored, score_pairs
 from regard.decode.search_inputs import SearchInput
 from regard.errors import NO_TORCH, UserError, lacks_torch, plural
@@ -66,12 +66,15 @@ class Answerer:
         """The output for one input, token by token."""
         engine = self.engine
         if not engine.streams:
+            check_engine(engine.name, Options(), stream=True)
             raise UserError(f"stream: {self.run.path}, which is {self.run.task.model}, does not decode token by token")
         (prepared,) = engine.prepare([item])
         return TokenStream(engine, prepared)
 
     def score(self, pairs: Iterable[Pair]) -> Iterator[Scored]:
         """The log-probability of each target given its source."""
+        if self.engine.name == "ctranslate2":
+            raise UserError("score: the engine ctranslate2 does not score given targets; use native or torch")
         return score_pairs(self.runs, pairs, self.options, lambda *rows: self.engine.force(*rows))
 
     def classify(self, inputs: Sequence[str | Example] | NDArray[Any]) -> list[Classification]:
@@ -134,12 +137,21 @@ def open_engine(
     scores: Scores = "tokens",
     workers: int | None = None,
     threads: int | None = None,
+    tune: bool = True,
 ) -> Engine:
-    """The engine for a run or an ensemble; without `workers` as many as pay off. `auto` prefers the native engine."""
+    """The engine for a run or an ensemble; without `workers` as many as pay off. `auto` prefers the native engine.
+
+    Unless `tune` is set, the number of threads of torch, a setting of the whole process, is not changed.
+    """
     problem = "" if engine == "native" else native.problem(runs, options) if engine == "auto" else engine
     if not problem:
         return native.NativeEngine(runs, options, workers or threads)
+    if engine == "auto" and options.precision not in ENGINES["torch"].precisions:
+        raise UserError(f"precision: {options.precision} needs the engine native or ctranslate2; native: {problem}")
     try:
+        if not tune:
+            for run in runs:
+                run.load_model()
         return _open_torch(runs, options, engine, scores, workers, threads)
     except ModuleNotFoundError as error:
         if not lacks_torch(error):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from regard.answers import EMBED_TOKENS, Answerer, load_models, open_engine, truncation, unknown_remark, usable_options
+from regard.answers import EMBED_TOKENS, Answerer, open_engine, truncation, unknown_remark, usable_options
 from regard.batch import windows
 from regard.config import parse, to_toml
 from regard.data.in_memory import in_memory
@@ -300,7 +300,7 @@ class LoadedRun(Run):
             against=other,
             references=references,
             texts=texts,
-            open_engine=partial(open_engine, engine=engine, scores="none", workers=workers),
+            open_engine=partial(open_engine, engine=engine, scores="none", workers=workers, tune=False),
         )
         reads = request.check()
         request = replace(request, decoding=self._options(options, decoding, engine))
@@ -345,11 +345,13 @@ class LoadedRun(Run):
     def _answerer(
         self, ensemble: Sequence[Run] | None, options: Options | None, settings: Mapping[str, Any], engine: EngineChoice
     ) -> Answerer:
+        if not isinstance(engine, str):
+            raise UserError(f"engine: takes a name, not {shown_value(engine)}")
         if engine not in get_args(EngineChoice):
             raise one_of("engine", engine, get_args(EngineChoice))
         runs = self._runs(ensemble)
         checked = self._options(options, settings, engine)
-        return Answerer(runs, checked, open_engine(runs, checked, engine, workers=1))
+        return Answerer(runs, checked, open_engine(runs, checked, engine, workers=1, tune=False))
 
     def _options(self, options: Options | None, settings: Mapping[str, Any], engine: EngineChoice = "auto") -> Options:
         if options is not None and not isinstance(options, Options):
@@ -430,7 +432,7 @@ def load(path: str | Path, device: str | torch.device = "cpu", *, verify: bool =
     run_device = choose_device(device) if isinstance(device, str) and device != "cpu" else device
     run = LoadedRun.load(path, run_device, verify, model=False)
     if native.problem([run], Options()):  # the native engine reads the weights itself; torch may not be needed
-        load_models([run])
+        run.load_model()
     return run
 
 

@@ -80,6 +80,8 @@ class StoredWeights:
     def arrays(self) -> dict[str, np.ndarray]:
         """The weights by name."""
         with files.open_weights(self.path, "np") as file:
+            if types := {file.get_slice(name).get_dtype() for name in file.keys()} - {"F16", "F32", "F64"}:  # noqa: SIM118
+                raise UserError(f"{self.path}: only torch reads weights of the type {min(types)}")
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
     def load(self) -> Model:
@@ -137,6 +139,10 @@ class Run:
     def loaded(self) -> bool:
         """Whether the model is in memory, where it may have been changed."""
         return not isinstance(self.weights, StoredWeights)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies make their own layouts of the weights; those of the native engine cannot be copied."""
+        return {**vars(self), "layouts": {}}
 
     @property
     def task(self) -> Task:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import threading
+from copy import deepcopy
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from kit.decoding import run_of
+import regard
+from kit.decoding import language_model, run_of
+from kit.toy import call
 from regard.decode.engine import TokenStream
 from regard.decode.request import Options, Request
 from regard.decode.torch_engine import TorchEngine
+from regard.errors import UserError
 from regard.run import Run
+from regard.serve.worker import BatchAnswerer, WorkerBatch
 
 pytest.importorskip("regard_native")
 
@@ -76,3 +86,55 @@ def test_forced_scores_of_an_ensemble_equal_those_of_torch(runs):
     targets = [[5, 6, 3], [7, 3]]
     for ours, theirs in zip(native.force(sources, targets), other.force(sources, targets), strict=True):
         assert ours == pytest.approx(theirs, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("inputs", [1, 200])
+def test_an_interrupt_ends_the_searches_of_all_threads(tmp_path, inputs):
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    language_model("rotary", 1).save(tmp_path)
+    engine = NativeEngine([Run.load(tmp_path)], Options(min_length=20_000, max_length=20_000), workers=2)
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        engine(["ab"] * inputs)
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_copies_of_a_run_pack_their_own_weights(runs):
+    run = Run.load(runs[0].path, model=False)
+    expected = NativeEngine([run])(["abc"])
+    assert NativeEngine([deepcopy(run)])(["abc"]) == expected
+
+
+def test_the_library_does_not_change_the_threads_of_torch(runs, monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", calls.append)
+    run = regard.load(runs[1].path)
+    run.generate(["abc"], beam=2, coverage_penalty=0.1)  # with torch
+    assert run.loaded and not calls
+
+
+def test_weights_in_bfloat16_are_read_by_torch(tmp_path, runs):
+    path = tmp_path / "run"
+    shutil.copytree(runs[1].path, path)
+    weights = load_file(path / "model.safetensors")
+    save_file({name: x.bfloat16() for name, x in weights.items()}, path / "model.safetensors")
+    (path / "manifest.json").unlink()
+    assert call("generate", path, stdin="abc\n").code == 0
+    assert "only torch reads weights of the type BF16" in call("generate", path, "--engine", "native").err
+
+
+def test_what_an_engine_cannot_do_is_named(runs, monkeypatch: pytest.MonkeyPatch):
+    run = regard.load(runs[1].path)
+    with pytest.raises(UserError, match="engine: takes a name, not int 3"):
+        run.generate(["abc"], engine=3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"precision: int8 needs the engine native.*no compiled core"):
+        monkeypatch.setattr("regard.decode.native.problem", lambda *_: "no compiled core")
+        run.generate(["abc"], precision="int8")
+    assert "ctranslate2 does not score" in call("score", run.path, "--engine", "ctranslate2", stdin="a\tb\n").err
+
+
+def test_a_worker_loads_no_torch_model_for_a_mistake_in_a_request(runs):
+    run = Run.load(runs[1].path, model=False)
+    answerer = BatchAnswerer({"name": run}, "auto")
+    [answer] = answerer.answer(WorkerBatch("name", "generate", '{"prefix": "ß"}', [{"source": "ab"}]))
+    assert answer["status"] == 422 and not answerer._loaded["name"].loaded
