@@ -189,7 +189,7 @@ inline void multiply_rows(const Matrix& m, int panel, int end, Rows<X> rows, int
     multiply_panels<ROWS, PANELS>(m, panel, end, rows);
     rows.x += ROWS * rows.x_stride;
     rows.y += ROWS * rows.y_stride;
-    if (rows.scale) rows.scale += ROWS;
+    if constexpr (sizeof(X) == 1) rows.scale += ROWS;
   }
   if constexpr (ROWS > 1) {
     if (count) multiply_rows<ROWS - 1, PANELS>(m, panel, end, rows, count);
