@@ -138,3 +138,10 @@ def test_a_worker_loads_no_torch_model_for_a_mistake_in_a_request(runs):
     answerer = BatchAnswerer({"name": run}, "auto")
     [answer] = answerer.answer(WorkerBatch("name", "generate", '{"prefix": "ß"}', [{"source": "ab"}]))
     assert answer["status"] == 422 and not answerer._loaded["name"].loaded
+
+
+def test_the_core_refuses_a_stream_with_the_error_of_a_search(tmp_path):
+    language_model("rotary", 1).save(tmp_path)
+    run = regard.load(tmp_path)
+    with pytest.raises(UserError, match="above a million tokens"):
+        list(run.stream("a", engine="native", max_length=2_000_000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -135,7 +136,8 @@ class NativeEngine(Engine):
         return [none if row is None else row.alignment for row, none in zip(rows, empty, strict=True)]
 
     def steps(self, item: SearchInput) -> Iterator[tuple[int, float, TopIds]]:
-        yield from self._core.stream(**self._arguments([item], self.options), top_tokens=self._top_tokens)
+        with self._user_errors():
+            yield from self._core.stream(**self._arguments([item], self.options), top_tokens=self._top_tokens)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -166,12 +168,17 @@ class NativeEngine(Engine):
     def _in_parts(self, work: Callable[[slice], list[Any]], count: int) -> list[Any]:
         """The results of all rows, in parts that fit into memory; None for a row that does not."""
         results: list[Any] = [None] * count
-        try:
+        with self._user_errors():
             for rows, part in in_parts(work, count):
                 results[rows] = [None] if part is None else part
+        return results
+
+    @contextmanager
+    def _user_errors(self) -> Iterator[None]:
+        try:
+            yield
         except library().NativeError as error:
             raise UserError(f"{self.runs[0].path}: {error}") from None
-        return results
 
     def _search(self, inputs: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
         if not inputs:
