@@ -147,7 +147,7 @@ def open_engine(
     if not problem:
         return native.NativeEngine(runs, options, workers or threads)
     if engine == "auto" and options.precision not in ENGINES["torch"].precisions:
-        raise UserError(f"precision: {options.precision} needs the engine native or ctranslate2; native: {problem}")
+        raise UserError(f"precision: {options.precision} needs the engine native or ctranslate2; {problem}")
     try:
         if not tune:
             for run in runs:

@@ -46,7 +46,7 @@ def problem(runs: Sequence[Run], options: Options) -> str:
     A model in memory may differ from the stored weights, which the native engine reads.
     """
     if any(run.loaded for run in runs):
-        return "the model is in memory"
+        return "the model is in memory, where it may have been changed (engine native reads it from there)"
     try:
         check_engine("native", options, runs=len(runs), device=str(runs[0].device))
         for run in runs:
