@@ -219,7 +219,7 @@ class Decoded(NamedTuple):
 
 
 class Forced(NamedTuple):
-    """What the model predicts while it reads a given output."""
+    """The predictions of the model while it reads a given output."""
 
     token_scores: list[float]
     top_tokens: list[list[tuple[int, float]]]  # the most probable tokens at each position, if requested

@@ -38,6 +38,7 @@ STATISTICS = "statistics.json"
 READ = (CONFIG, WEIGHTS, HEADS, STATISTICS, "tokenizer.json", "source.tokenizer.json", "target.tokenizer.json")
 MAX_CHARACTERS = 1_000_000  # of a source; a longer one always has too many tokens
 PACKED_SCHEMES = (*KINDS, "foreign")  # by the number in a packed file
+MAX_NOISE = 2**24  # random numbers for samples in memory, unless one input needs more
 UNBOUNDED = 10**9  # positions of a model without a position table
 
 Input = str | tuple[str, str]  # a text, or a text and its features
@@ -264,6 +265,10 @@ class Run:
     def _search(self, jobs: Sequence[Job], prefix: Sequence[int], options: Options) -> list[list[Decoded]]:
         """The outputs of every job; samples in the order drawn."""
         count = len(jobs)
+        longest = max((job.limit for job in jobs), default=0) + 1
+        if options.sample and count > 1 and count * options.nbest * longest > MAX_NOISE:
+            parts = jobs[: count // 2], jobs[count // 2 :]
+            return [row for part in parts for row in self._search(part, prefix, options)]
         return self._core.search(
             [job.source for job in jobs],
             [job.limit for job in jobs],
@@ -424,7 +429,7 @@ def _noise(jobs: Sequence[Job], options: Options) -> np.ndarray:
         key = zlib.crc32(np.asarray(job.source, dtype=np.int64).tobytes())
         for number, row in enumerate(rows):
             row[: job.limit + 1] = np.random.default_rng((options.seed, key, number)).random(job.limit + 1)
-    return np.minimum(noise, np.float32(1 - 2**-24))
+    return np.minimum(noise, np.float32(1 - 2**-24), out=noise)
 
 
 def _positions(stack: dict[str, Any] | None) -> int:

@@ -86,6 +86,9 @@ def test_whole_searches_have_the_same_bits(shape: tuple[int, ...], int8: bool, s
 
 
 def resident() -> int:
+    """Bytes in memory, without those that the C library keeps for later."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -123,7 +126,7 @@ def test_memory_of_a_huge_request_is_returned() -> None:
     before = resident()
     for _ in range(2):
         core.search([[4, 3]], [200], minimums=[200], beam=32)
-    assert resident() - before > 16 * 2**20
+    assert resident() - before > 8 * 2**20
     with pytest.raises(KeyboardInterrupt):  # after the tables of positions are made
         core.search([[4, 3]], [50_000], check=lambda: signal.raise_signal(signal.SIGINT))
     assert resident() - before > 80 * 2**20

@@ -88,6 +88,20 @@ def test_outputs_of_untrained_runs_equal_those_of_regard(name, settings, tmp_pat
     )
 
 
+def test_random_numbers_of_samples_are_drawn_for_a_few_inputs_at_a_time(tmp_path, monkeypatch):
+    letters().save(tmp_path)
+    run = regard_native.load(tmp_path)
+    words = ["abc", "dab", "cabba", "b"] * 5
+    settings = {"sample": True, "nbest": 3, "max_length": 9}
+    expected = run.generate(words, **settings)
+    sizes = []
+    draw = regard_native.run._noise
+    monkeypatch.setattr(regard_native.run, "MAX_NOISE", 100)
+    monkeypatch.setattr(regard_native.run, "_noise", lambda *args: sizes.append(draw(*args).size) or draw(*args))
+    same(run.generate(words, **settings), expected)
+    assert len(sizes) > 1 and max(sizes) <= 100
+
+
 def test_alignment_heads_are_those_of_the_options_then_of_the_run(tmp_path):
     letters().save(tmp_path)
     for settings in ({"alignment_heads": [(1, 2), (0, 0)]}, {}):

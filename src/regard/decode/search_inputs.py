@@ -367,12 +367,12 @@ def sampling_noise(inputs: Sequence[SearchInput], count: int, seed: int) -> NDAr
 
     They depend on the seed, the input and the number of the sample only.
     """
-    noise = np.zeros((len(inputs), count, max(item.limit for item in inputs) + 1))
+    noise = np.zeros((len(inputs), count, max(item.limit for item in inputs) + 1), np.float32)
     for item, rows in zip(inputs, noise, strict=True):
         for number, row in enumerate(rows):
             rng = np.random.default_rng((seed if item.seed is None else item.seed, item.key, number))
             row[: item.limit + 1] = rng.random(item.limit + 1)
-    return np.minimum(noise.astype(np.float32), np.float32(1 - 2**-24))
+    return np.minimum(noise, np.float32(1 - 2**-24), out=noise)
 
 
 def complete_alternatives(
