@@ -19,7 +19,7 @@ from regard import files
 from regard.batch import Pixels
 from regard.config import Config, Count, Id, Stack, Value, parse
 from regard.data.statistics import STATISTICS, Statistics
-from regard.errors import UserError, plural
+from regard.errors import NO_TORCH, UserError, lacks_torch, plural
 from regard.notebook import table
 from regard.recipe import Recipe, load_recipe, read_recipe
 from regard.suggest import nearest
@@ -86,8 +86,12 @@ class StoredWeights:
 
     def load(self) -> Model:
         """The model with these weights."""
-        from regard.weight_files import load_model
-
+        try:
+            from regard.weight_files import load_model
+        except ModuleNotFoundError as error:
+            if not lacks_torch(error):
+                raise
+            raise UserError(f"{self.path.parent}: this run {NO_TORCH}") from None
         return load_model(self.config, self.path, self.device)
 
 
