@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import assume, strategies as st
-from regard_native.core import Core
-from regard_native.pack import Description
 
 import regard
 from regard.api import LoadedRun
@@ -21,6 +19,10 @@ from regard.decode.phrases import Phrases, PhraseTexts, Spelling, make_phrases
 from regard.decode.search_inputs import SearchInput
 from regard.model import Model
 from regard.weight_files import weights_of
+
+pytest.importorskip("regard_native")
+from regard_native.core import Core
+from regard_native.pack import Description
 
 BLOCKED = (0, 1, 2)
 EOS = 3

@@ -30,7 +30,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, Any, TypeVar
 
-from regard.errors import UserError
+from regard.errors import UserError, is_out_of_memory
 from regard.parallel.messages import Channel, Message
 
 NO_FORK = "REGARD_NO_FORK"  # environment variable: start every child as a new interpreter, as on Windows
@@ -391,6 +391,11 @@ def _serve_forks(control: Channel, settings: dict[str, Any]) -> None:
         work, description = resolve_name(settings["prepare"])(settings["settings"])
     except UserError as error:
         control.send({"mistake": str(error)})
+        return
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        control.send({"mistake": f"not enough memory: {error}"})
         return
     control.send({"ready": description})
     while (message := control.receive()) is not None:
