@@ -262,9 +262,14 @@ def test_running_out_of_memory_on_an_accelerator_is_recognised():
         assert not is_out_of_memory(other), other
 
 
-@pytest.mark.parametrize("arguments", [
-    ("generate", "RUN", "--engine", "torch"), ("train", "--data", "RUN/data.tsv"), ("serve", "RUN", "--engine", "torch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "RUN", "--engine", "torch"),
+        ("train", "--data", "RUN/data.tsv"),
+        ("serve", "RUN", "--engine", "torch"),
+    ],
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_too_little_memory_for_the_libraries_is_not_a_fault(arguments, tmp_path):
     letters().save(tmp_path)

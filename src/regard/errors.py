@@ -32,7 +32,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(phrase in text for phrase in OUT_OF_MEMORY_PHRASES)
 
 
+LIBRARIES_HINT = "loading the libraries takes about 700 MB of address space; raise the limit (ulimit -v)"
+MEMORY_HINT = "smaller batches (--batch-tokens), fewer processes (--workers) or a smaller model need less"
 NO_TORCH = "needs torch, which is not installed (pip install torch); the native engine decodes and scores without it"
+
+
+def memory_message(error: BaseException) -> str:
+    """What to tell a user whose program has run out of memory."""
+    lines = str(error).strip().splitlines()
+    importing = isinstance(error, ImportError)
+    detail = lines[-1 if importing else 0] if lines else type(error).__name__
+    return f"not enough memory: {detail}\n  {LIBRARIES_HINT if importing else MEMORY_HINT}"
 
 
 def lacks_torch(error: BaseException) -> bool:

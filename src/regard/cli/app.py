@@ -23,7 +23,7 @@ import typer.main
 from regard import __version__
 from regard.cli import READER
 from regard.cli.output import OutputClosed, out
-from regard.errors import NO_TORCH, UserError, is_out_of_memory, lacks_torch
+from regard.errors import NO_TORCH, UserError, is_out_of_memory, lacks_torch, memory_message
 from regard.suggest import closest, nearest, synonym
 
 # Verbs, each a module of this package, with the first sentence of their help.
@@ -47,8 +47,6 @@ OPTIONS = {  # of settings in messages of the library
 }  # fmt: skip
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-MEMORY_HINT = "smaller batches (--batch-tokens), fewer processes (--workers) or a smaller model need less"
-LIBRARIES_HINT = "loading the libraries takes about 700 MB of address space; raise the limit (ulimit -v)"
 
 
 class LazyGroup(typer.core.TyperGroup):
@@ -157,10 +155,7 @@ def run() -> int:
         if lacks_torch(error):
             return _fail(f"this {NO_TORCH}", 2)
         if is_out_of_memory(error):
-            lines = str(error).strip().splitlines()
-            importing = isinstance(error, ImportError)
-            detail = lines[-1 if importing else 0] if lines else type(error).__name__
-            return _fail(f"not enough memory: {detail}\n  {LIBRARIES_HINT if importing else MEMORY_HINT}", 2)
+            return _fail(memory_message(error), 2)
         if os.environ.get("REGARD_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
             return 1

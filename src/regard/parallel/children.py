@@ -30,7 +30,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, Any, TypeVar
 
-from regard.errors import UserError, is_out_of_memory
+from regard.errors import UserError, is_out_of_memory, memory_message
 from regard.parallel.messages import Channel, Message
 
 NO_FORK = "REGARD_NO_FORK"  # environment variable: start every child as a new interpreter, as on Windows
@@ -395,7 +395,7 @@ def _serve_forks(control: Channel, settings: dict[str, Any]) -> None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        control.send({"mistake": f"not enough memory: {error}"})
+        control.send({"mistake": memory_message(error)})
         return
     control.send({"ready": description})
     while (message := control.receive()) is not None:
