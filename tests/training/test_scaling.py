@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from collections.abc import Iterable
 from itertools import product
@@ -281,6 +282,7 @@ class Buckets(list[int]):
             ddp = distribute(model, bf16=False)
             ids = torch.zeros(1, 2, dtype=torch.long)
             ddp(ids, None, ids).sum().backward()
+            time.sleep(0.2)  # a thread of gloo frees the hook; destroying the group would keep the interpreter from it
         finally:
             torch.distributed.destroy_process_group()
 
