@@ -24,7 +24,7 @@ from regard.serve.worker import BatchAnswerer, WorkerBatch
 
 pytest.importorskip("regard_native")
 
-from regard.decode.native import NativeEngine
+from regard.decode.native import NativeEngine, problem
 
 TOLERANCE = 1e-4
 REQUESTS = [
@@ -145,3 +145,9 @@ def test_the_core_refuses_a_stream_with_the_error_of_a_search(tmp_path):
     run = regard.load(tmp_path)
     with pytest.raises(UserError, match="above a million tokens"):
         list(run.stream("a", engine="native", max_length=2_000_000))
+
+
+@pytest.mark.parametrize("options", [{"beam": 1001}, {"sample": True, "nbest": 1001}, {"max_length": 2_000_000}])
+def test_what_is_too_large_for_the_core_is_left_to_torch(toy, options):
+    run = Run.load(toy / "run", model=False)
+    assert not problem([run], Options()) and "at most 1,000" in problem([run], Options.of(**options))

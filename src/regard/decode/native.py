@@ -24,6 +24,8 @@ from regard.parallel.cores import cores
 from regard.run import Run
 
 INSTALL = "pip install regard-native (in a clone: pip install ./native)"
+MAX_HYPOTHESES = 1000  # of an input
+MAX_OUTPUT = 1 << 20  # tokens
 BATCH = 64  # inputs in a batch of a worker; the core refills finished places from the same batch
 
 
@@ -47,6 +49,8 @@ def problem(runs: Sequence[Run], options: Options) -> str:
     """
     if any(run.loaded for run in runs):
         return "the model is in memory, where it may have been changed (engine native reads it from there)"
+    if max(options.rows, options.alternatives) > MAX_HYPOTHESES or (options.max_length or 0) > MAX_OUTPUT:
+        return f"engine native: at most {MAX_HYPOTHESES:,} hypotheses and {MAX_OUTPUT:,} tokens"
     try:
         check_engine("native", options, runs=len(runs), device=str(runs[0].device))
         for run in runs:
