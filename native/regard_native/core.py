@@ -451,7 +451,7 @@ class _Members:
         self._workspaces = [_Workspace() if again else space(each) for each, again in zip(cores, repeated, strict=True)]
         if not (others or weights):
             workspace = self._workspaces[0]
-            self.ensemble = workspace.ensemble or workspace.alone(core)
+            self.ensemble = workspace.ensemble or workspace.for_one(core)
             return
         weights = weights or [1] * len(cores)
         if len(weights) != len(cores):
@@ -614,7 +614,7 @@ class _Workspace:
         if not self.handle:
             raise OutOfMemory(STATUS[1])
 
-    def alone(self, core: Core) -> _Ensemble:
+    def for_one(self, core: Core) -> _Ensemble:
         """The ensemble of the only model that uses this memory."""
         self.ensemble = _ensemble([core], [self], [1])
         return self.ensemble
